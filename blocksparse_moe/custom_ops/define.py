@@ -1,0 +1,85 @@
+"""How an op is registered with torch.library, and how a `Topology` travels through one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse_moe_kernels import Columns, Schedule, Topology
+from blocksparse_moe_kernels.config import choose_block_m
+
+_LIBRARY = torch.library.Library("blocksparse_moe", "DEF")
+
+TOPOLOGY = (
+    "Tensor tokens, Tensor slots, Tensor rows, Tensor offsets, Tensor? token_slots, Tensor? token_offsets, "
+    "Tensor? tiles, SymInt num_tokens, int block_m"
+)
+"""A `Topology` as arguments of an op, which takes tensors and numbers only; see `flatten` and `unflatten`."""
+
+NUM_TOPOLOGY = 9
+
+
+def define(name: str, arguments: str, returns: str, run: Callable, fake: Callable) -> Any:
+    """Register `blocksparse_moe::name` for every device, with its fake implementation, and return it."""
+    _LIBRARY.define(f"{name}({arguments}) -> {returns}")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"blocksparse_moe::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.blocksparse_moe, name)
+
+
+def differentiate(name: str, backward: Callable, setup_context: Callable) -> None:
+    """Register the gradient of an op."""
+    torch.library.register_autograd(f"blocksparse_moe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+def no_gradients(count: int) -> tuple[None, ...]:
+    """For arguments that have none."""
+    return (None,) * count
+
+
+def flatten(topology: Topology, implementation: str) -> tuple[Any, ...]:
+    """The arguments `TOPOLOGY`; the row tiles travel along where the implementation uses them."""
+    block_m, tiles = 0, None
+    if implementation == "triton":
+        block_m = choose_block_m(topology.num_slots, topology.num_experts)
+        tiles = topology.schedule(block_m).tiles
+    return (
+        topology.tokens,
+        topology.slots,
+        topology.rows,
+        topology.offsets,
+        topology.token_slots,
+        topology.token_offsets,
+        tiles,
+        topology.num_tokens,
+        block_m,
+    )
+
+
+def unflatten(arguments: Sequence[Any]) -> Topology:
+    """The topology of the arguments `TOPOLOGY`."""
+    tokens, slots, rows, offsets, token_slots, token_offsets, tiles, num_tokens, block_m = arguments
+    schedules = () if tiles is None else (Schedule(block_m, tiles),)
+    return Topology(tokens, slots, rows, offsets, num_tokens, token_slots, token_offsets, schedules)
+
+
+def columns_of(widths: Sequence[int] | None, width: int, topology: Topology) -> Columns:
+    """Columns of an op's argument `widths`, which is None when every expert has `width`."""
+    return Columns.equal(width, topology.num_experts) if widths is None else Columns.of(widths)
+
+
+def save(ctx: Any, tensors: Sequence[Tensor | None], topology: Sequence[Any]) -> None:
+    """Save tensors (optional ones too) and a flattened topology, every tensor through save_for_backward."""
+    *topology_tensors, num_tokens, block_m = topology
+    ctx.save_for_backward(*tensors, *topology_tensors)
+    ctx.num_saved = len(tensors)
+    ctx.sizes = (num_tokens, block_m)
+
+
+def saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The tensors and the flattened topology that `save` kept."""
+    tensors = ctx.saved_tensors
+    return tensors[: ctx.num_saved], (*tensors[ctx.num_saved :], *ctx.sizes)

@@ -1,0 +1,210 @@
+"""The expert MLP as registered ops: two autograd nodes, so that little is kept and it is freed early.
+
+    up     pre = sdd(x, w_up), a = activation(pre)          saves x; a is neither differentiable nor saved
+    down   y = combine(dsd(a, w_down), p)                   saves pre, and returns its gradient
+
+With dA' = sdd(dy, w_down) unscaled: dp = <dA', a>, dA = p dA', dw_down = dsd((p a).T, dy), a recomputed from pre; the form of
+dp is SonicMoE's, arXiv:2512.14080. Autograd frees pre when `down` returns, before dx and dw_up are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse_moe_kernels import Activation, BlockSparse, Columns, Topology, get_activation
+from blocksparse_moe_kernels.block_sparse import values_shape
+
+from ..products import implementation
+from .define import NUM_TOPOLOGY, TOPOLOGY, columns_of, define, differentiate, no_gradients, save, saved, unflatten
+
+EXPERTS = f"{TOPOLOGY}, SymInt[]? widths, str activation, str backend"
+
+
+def _experts(w: Tensor, arguments: Sequence[Any]) -> tuple[Topology, Columns, Activation, Any]:
+    """(topology, columns F_e, activation, kernels) from the arguments `EXPERTS` of an op; w [.., F, H] is either weight."""
+    *flat, widths, activation, backend = arguments
+    topology = unflatten(flat)
+    return topology, columns_of(widths, w.shape[-2], topology), get_activation(activation), implementation(backend)
+
+
+def _flat_columns(w: Tensor, columns: Columns) -> Columns | None:
+    """Columns as the launchers want them: beside a flat weight only."""
+    return columns if w.ndim == 2 else None
+
+
+def _expert_up_run(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
+    topology, columns, activation, kernels = _experts(w, arguments)
+    pre, hidden = kernels.sdd_activation(x, w, topology, activation, columns=_flat_columns(w, columns), bias=bias)
+    return pre.values, hidden.values
+
+
+def _expert_up_fake(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
+    *flat, widths, activation, _ = arguments
+    topology = unflatten(flat)
+    columns = columns_of(widths, w.shape[-2], topology)
+    pre_columns = columns.times(get_activation(activation).halves)
+    shapes = (values_shape(topology.num_slots, pre_columns), values_shape(topology.num_slots, columns))
+    return x.new_empty(shapes[0]), x.new_empty(shapes[1])
+
+
+def _expert_up_setup(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    x, w, bias, *topology, widths, activation, backend = inputs
+    save(ctx, (x, w, bias), topology)
+    ctx.rest = (widths, activation, backend)
+
+
+def _expert_up_backward(ctx, grad_pre, _):
+    grads: tuple[Tensor | None, ...] = no_gradients(3)
+    if grad_pre is not None:
+        (x, w, bias), topology = saved(ctx)
+        wanted = list(ctx.needs_input_grad[:3])
+        grads = _expert_up_grads(grad_pre, x, w, bias, wanted, *topology, *ctx.rest)
+        grads = tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
+    return *grads, *no_gradients(NUM_TOPOLOGY + 3)
+
+
+def _expert_up_grads_run(grad_pre, x, w, bias, wanted, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    topology, columns, activation, kernels = _experts(w, arguments)
+    s = BlockSparse(grad_pre, topology, columns.times(activation.halves))
+    want_x, want_w, want_bias = wanted
+    grad_w = kernels.dsd_transposed(s, x, order="tokens", like=w) if want_w else x.new_empty(0)
+    grad_bias = kernels.expert_sum(s).view(bias.shape) if want_bias else x.new_empty(0)
+    grad_x = kernels.combine(kernels.dsd(s, w), topology) if want_x else x.new_empty(0)
+    return grad_x, grad_w, grad_bias
+
+
+def _expert_up_grads_fake(grad_pre, x, w, bias, wanted, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    want_x, want_w, want_bias = wanted
+    return (
+        _contiguous_like(x) if want_x else x.new_empty(0),
+        torch.empty_like(w) if want_w else x.new_empty(0),
+        _contiguous_like(bias) if want_bias else x.new_empty(0),
+    )
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _expert_down_run(pre, hidden, w, bias, routing_weights, *arguments) -> Tensor:
+    topology, columns, _, kernels = _experts(w, arguments)
+    y = kernels.dsd(BlockSparse(hidden, topology, columns), w, bias=bias)
+    return kernels.combine(y, topology, routing_weights)
+
+
+def _expert_down_fake(pre, hidden, w, bias, routing_weights, *arguments) -> Tensor:
+    return hidden.new_empty(unflatten(arguments[:NUM_TOPOLOGY]).num_tokens, w.shape[-1])
+
+
+def _expert_down_setup(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    pre, _, w, bias, routing_weights, *topology, widths, activation, backend = inputs
+    save(ctx, (pre, w, bias, routing_weights), topology)
+    ctx.rest = (widths, activation, backend)
+
+
+def _expert_down_backward(ctx, grad):
+    grads: tuple[Tensor | None, ...] = no_gradients(4)
+    if grad is not None:
+        (pre, w, bias, routing_weights), topology = saved(ctx)
+        needs = ctx.needs_input_grad
+        wanted = [needs[0], *needs[2:5]]
+        grads = _expert_down_grads(grad, pre, w, bias, routing_weights, wanted, *topology, *ctx.rest)
+        grads = tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
+    return grads[0], None, *grads[1:], *no_gradients(NUM_TOPOLOGY + 3)
+
+
+def _expert_down_grads_run(grad, pre, w, bias, routing_weights, wanted, *arguments) -> tuple[Tensor, ...]:
+    topology, columns, activation, kernels = _experts(w, arguments)
+    want_pre, want_w, want_bias, want_weights = wanted
+    grad_pre, grad_w, grad_bias, grad_weights = (grad.new_empty(0) for _ in range(4))
+    if want_pre or want_w or want_weights:
+        grad_hidden = kernels.sdd(grad, w, topology, order="tokens", columns=_flat_columns(w, columns))
+        dot = kernels.bias_dot(grad, bias, topology) if want_weights and bias is not None else None
+        pre_sparse = BlockSparse(pre, topology, columns.times(activation.halves))
+        s, scaled, weight_grads = kernels.activation_backward(grad_hidden, pre_sparse, activation, routing_weights, dot)
+        grad_pre = s.values
+        grad_weights = grad_weights if weight_grads is None else weight_grads
+        if want_w:
+            grad_w = kernels.dsd_transposed(scaled, grad, order="tokens", like=w)
+    if want_bias:
+        grad_bias = kernels.expert_sum_tokens(grad, topology, routing_weights)
+    return grad_pre, grad_w, grad_bias, grad_weights
+
+
+def _expert_down_grads_fake(grad, pre, w, bias, routing_weights, wanted, *arguments) -> tuple[Tensor, ...]:
+    want_pre, want_w, want_bias, want_weights = wanted
+    empty = grad.new_empty(0)
+    passes = want_pre or want_w or want_weights
+    return (
+        torch.empty_like(pre) if passes else empty.clone(),
+        torch.empty_like(w) if want_w else empty.clone(),
+        _contiguous_like(bias) if want_bias else empty.clone(),
+        _contiguous_like(routing_weights) if passes and routing_weights is not None else empty.clone(),
+    )
+
+
+def _expert_mlp_run(x, up, up_bias, down, down_bias, routing_weights, *arguments) -> Tensor:
+    topology, columns, activation, kernels = _experts(down, arguments)
+    _, hidden = kernels.sdd_activation(
+        x, up, topology, activation, columns=_flat_columns(up, columns), bias=up_bias, save_pre=False
+    )
+    return kernels.combine(kernels.dsd(hidden, down, bias=down_bias), topology, routing_weights)
+
+
+def _expert_mlp_fake(x, up, up_bias, down, down_bias, routing_weights, *arguments) -> Tensor:
+    return x.new_empty(unflatten(arguments[:NUM_TOPOLOGY]).num_tokens, down.shape[-1])
+
+
+def _no_second_order(ctx, *grads):
+    raise NotImplementedError(
+        "expert_mlp: second-order gradients are not implemented. Build the layer from sdd, dsd and combine, which have "
+        "gradients of any order, or call reference.expert_mlp."
+    )
+
+
+def _save_nothing(ctx, inputs, output) -> None:
+    pass
+
+
+_expert_up = define(
+    "expert_up", f"Tensor x, Tensor w, Tensor? bias, {EXPERTS}", "(Tensor, Tensor)", _expert_up_run, _expert_up_fake
+)
+differentiate("expert_up", _expert_up_backward, _expert_up_setup)
+_expert_up_grads = define(
+    "expert_up_backward",
+    f"Tensor grad_pre, Tensor x, Tensor w, Tensor? bias, bool[] wanted, {EXPERTS}",
+    "(Tensor, Tensor, Tensor)",
+    _expert_up_grads_run,
+    _expert_up_grads_fake,
+)
+differentiate("expert_up_backward", _no_second_order, _save_nothing)
+_expert_down = define(
+    "expert_down",
+    f"Tensor pre, Tensor hidden, Tensor w, Tensor? bias, Tensor? routing_weights, {EXPERTS}",
+    "Tensor",
+    _expert_down_run,
+    _expert_down_fake,
+)
+differentiate("expert_down", _expert_down_backward, _expert_down_setup)
+_expert_down_grads = define(
+    "expert_down_backward",
+    f"Tensor grad, Tensor pre, Tensor w, Tensor? bias, Tensor? routing_weights, bool[] wanted, {EXPERTS}",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _expert_down_grads_run,
+    _expert_down_grads_fake,
+)
+differentiate("expert_down_backward", _no_second_order, _save_nothing)
+_expert_mlp = define(
+    "expert_mlp",
+    f"Tensor x, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, Tensor? routing_weights, {EXPERTS}",
+    "Tensor",
+    _expert_mlp_run,
+    _expert_mlp_fake,
+)

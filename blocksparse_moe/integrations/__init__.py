@@ -1,0 +1,1 @@
+"""Integrations: the layer inside other people's models."""

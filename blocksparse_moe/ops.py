@@ -1,0 +1,226 @@
+"""Differentiable products of block-sparse matrices, and the expert MLP built from them.
+
+The weight of a product is stacked [E, N, H], N the sparse side. The table of gradients:
+
+    product           gradient of left      gradient of w
+    s = sdd(x, w)     dsd(ds, w)            dsd(ds.T, x)
+    y = dsd(s, w)     sdd(dy, w)            dsd(s.T, dy)
+
+The three are closed under differentiation, so `sdd`, `dsd` and `combine` have gradients of any order. A dense operand in
+token order ends its gradient in a gather-sum, `combine`. `expert_mlp` chains them; what it saves is told in
+`custom_ops/experts.py`. Source: MegaBlocks, arXiv:2211.15841.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation
+from blocksparse_moe_kernels.reference import Order
+
+from . import custom_ops as custom_ops
+from .custom_ops.define import flatten
+from .products import choose
+
+
+def sdd(
+    x: Tensor,
+    w: Tensor,
+    topology: Topology,
+    *,
+    order: Order = "tokens",
+    columns: Columns | None = None,
+    backend: str = "auto",
+) -> BlockSparse:
+    """Dense x dense, kept only where `topology` has blocks: s_e = x_e w_e^T.
+
+    Args:
+        x: [T, H], any strides; rows are gathered through topology.tokens.
+        w: [E, N, H], [E, 2, N / 2, H] (two halves that lie apart) or flat [sum N_e, H]; dtype of x, any strides.
+        topology: M rows over E experts.
+        order: "tokens" reads x through topology.tokens; "rows" says that x is [M, H], sorted already.
+        columns: columns of each expert; required when w is flat.
+        backend: "auto", "triton" or "torch".
+    Returns:
+        BlockSparse with values [M, N] (flat if columns differ) in the dtype of x, or autocast's; fp32 accumulation, zero
+        from topology.num_rows on.
+    Raises:
+        ValueError: shapes or devices disagree; TypeError: dtypes; NotImplementedError: the backend cannot.
+    Oracle: reference.sdd. Source: MegaBlocks, arXiv:2211.15841.
+    """
+    x, w = _autocast(x, w)
+    w, columns = _stacked(w, columns, topology)
+    widths, chosen = None if columns is None else list(columns.widths), _choose(backend, w)
+    values = torch.ops.blocksparse_moe.sdd(x, w, *flatten(topology, chosen), widths, order, chosen)
+    return BlockSparse(values, topology, columns or Columns.equal(values.shape[1], topology.num_experts))
+
+
+def dsd(s: BlockSparse, w: Tensor, *, order: Order = "rows", backend: str = "auto") -> Tensor:
+    """Sparse x dense: y_e = s_e w_e; or, for a transposed s, the sum over each expert's rows w_e = s_e^T x_e.
+
+    Args:
+        s: values [M, N] (flat if columns differ), any strides; or transposed (`s.T`).
+        w: [E, N, H], [E, 2, N / 2, H] or flat [sum N_e, H], any strides, so `down_proj.transpose(1, 2)` as well. For a
+            transposed s the dense operand x: [T, H] with order="tokens", [M, H] with order="rows".
+        order: of the dense operand of a transposed s.
+        backend: "auto", "triton" or "torch".
+    Returns:
+        [M, H] in row order, zero from topology.num_rows on; for a transposed s [E, N, H], or flat [sum N_e, H] if columns
+        differ, zero for an expert without rows. dtype of s, or autocast's; fp32 accumulation.
+    Raises:
+        ValueError: shapes or devices disagree; TypeError: dtypes; NotImplementedError: the backend cannot.
+    Oracle: reference.dsd. Source: MegaBlocks, arXiv:2211.15841.
+    """
+    values, w = _autocast(s.values, w)
+    topology = s.topology
+    widths = None if s.columns.are_equal else list(s.columns.widths)
+    chosen = _choose(backend, w)
+    arguments = flatten(topology, chosen)
+    if s.transposed:
+        return torch.ops.blocksparse_moe.dsd_transposed(values, w, None, *arguments, widths, order, chosen)
+    w, _ = _stacked(w, s.columns, topology)
+    return torch.ops.blocksparse_moe.dsd(values, w, *arguments, widths, chosen)
+
+
+def combine(y: Tensor, topology: Topology, weights: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Rows back to tokens: out[t] = sum over the slots of token t of weights[slot] * y[row of slot].
+
+    Args:
+        y: [M, H] in row order.
+        topology: M rows of T tokens.
+        weights: [T, K], or [M] by slot, any floating dtype; 1 if not given.
+        backend: "auto", "triton" or "torch".
+    Returns:
+        [T, H] in the dtype of y; summed in fp32, in the order of the slots.
+    Oracle: reference.combine.
+    """
+    chosen = _choose(backend, y)
+    return torch.ops.blocksparse_moe.combine(y, weights, *flatten(topology, chosen), chosen)
+
+
+def expert_mlp(
+    x: Tensor,
+    topology: Topology,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    routing_weights: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    columns: Columns | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """All expert MLPs: sdd, activation, dsd, combine. Exact: no capacity, no dropped token, no padding.
+
+    Args:
+        x: [T, H]; computed in the dtype of the weights, or autocast's.
+        topology: M = T * K rows over E experts.
+        up_proj: gated activations [E, 2F, H], gate rows then up rows, or [E, 2, F, H] for halves that lie apart (an
+            interleaved weight is `w.unflatten(1, (F, 2)).transpose(1, 2)`); others [E, F, H]. Any strides.
+        down_proj: [E, H, F], any strides.
+        routing_weights: [T, K], or [M] by slot, any floating dtype; 1 if not given.
+        activation: a key of `ACTIVATIONS`.
+        up_proj_bias: [E, 2F] or [E, F]; down_proj_bias: [E, H], added before the routing weight.
+        columns: F_e of each expert. Then the weights are flat, expert after expert: up_proj [sum 2F_e, H] (or
+            [sum F_e, H]), down_proj [sum F_e, H] (down, transposed), up_proj_bias [sum 2F_e].
+        backend: "auto", "triton" or "torch".
+    Returns:
+        [T, H] in the dtype of x, or autocast's. Gradients of x, both weights, biases and routing weights, each in the dtype
+        of its tensor; exactly zero for dropped slots and for experts without rows.
+    Raises:
+        ValueError: shapes or devices disagree; TypeError: dtypes; NotImplementedError: the backend cannot.
+    Oracle: reference.expert_mlp. Source: MegaBlocks, arXiv:2211.15841.
+    """
+    halves = get_activation(activation).halves
+    out_dtype = _autocast_dtype(x) or x.dtype
+    dtype = _autocast_dtype(x) or up_proj.dtype
+    x, up_proj, down_proj = x.to(dtype), up_proj.to(dtype), down_proj.to(dtype)
+    up_proj_bias = None if up_proj_bias is None else up_proj_bias.to(dtype)
+    down_proj_bias = None if down_proj_bias is None else down_proj_bias.to(dtype)
+    up_proj, down_proj, up_proj_bias, widths = _expert_weights(topology, up_proj, down_proj, up_proj_bias, columns, halves)
+    chosen = _choose(backend, up_proj)
+    arguments = (*flatten(topology, chosen), widths, activation, chosen)
+    inputs = (x, up_proj, up_proj_bias, down_proj, down_proj_bias, routing_weights)
+    ops = torch.ops.blocksparse_moe
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        pre, hidden = ops.expert_up(x, up_proj, up_proj_bias, *arguments)
+        y = ops.expert_down(pre, hidden, down_proj, down_proj_bias, routing_weights, *arguments)
+    else:
+        y = ops.expert_mlp(*inputs, *arguments)
+    return y.to(out_dtype)
+
+
+def _choose(backend: str, tensor: Tensor) -> str:
+    return choose(backend, tensor.device, tensor.dtype)[0]
+
+
+def _stacked(w: Tensor, columns: Columns | None, topology: Topology) -> tuple[Tensor, Columns | None]:
+    """(w, None) for equal experts, a flat w made [E, N, H]; (flat w, columns) for unequal ones."""
+    if columns is None or not columns.are_equal:
+        return w, columns
+    if w.ndim == 2 and w.shape[0] == columns.total:
+        w = w.unflatten(0, (columns.num_experts, columns.widest))
+    expected = (topology.num_experts, columns.widest)
+    found = w.shape[:2] if w.ndim == 3 else (w.shape[0], w.shape[1:-1].numel())
+    if columns.num_experts != topology.num_experts or tuple(found) != expected:
+        raise ValueError(
+            f"sdd/dsd: the topology covers {topology.num_experts} experts and the sparse operand has columns {columns}; "
+            f"the weight is {list(w.shape)}."
+        )
+    return w, None
+
+
+def _expert_weights(
+    topology: Topology,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    up_proj_bias: Tensor | None,
+    columns: Columns | None,
+    halves: int,
+) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
+    """Up as [E, halves, F, H] and down as [E, F, H] (views), or both flat with their widths F_e."""
+    E = topology.num_experts
+    if columns is not None:
+        if up_proj.shape[0] != halves * columns.total or down_proj.shape[0] != columns.total:
+            raise ValueError(
+                f"expert_mlp: columns {columns} need flat weights, up [{halves * columns.total}, H] and down "
+                f"[{columns.total}, H]; got {list(up_proj.shape)} and {list(down_proj.shape)}."
+            )
+        if not columns.are_equal:
+            return up_proj, down_proj, up_proj_bias, list(columns.widths)
+        up_proj = up_proj.unflatten(0, (E, halves * columns.widest))
+        down_proj = down_proj.unflatten(0, (E, columns.widest))
+        up_proj_bias = None if up_proj_bias is None else up_proj_bias.unflatten(0, (E, halves * columns.widest))
+    else:
+        if down_proj.ndim != 3:
+            raise ValueError(
+                f"expert_mlp: down_proj must be [E, H, F]; got {list(down_proj.shape)}. "
+                "Flat weights of unequal experts need columns=Columns.of([...])."
+            )
+        down_proj = down_proj.transpose(1, 2)
+    if up_proj.ndim == 3:
+        if up_proj.shape[1] % halves:
+            raise ValueError(f"expert_mlp: a gated up_proj is [E, 2F, H], gate rows then up rows; got {list(up_proj.shape)}.")
+        up_proj = up_proj.unflatten(1, (halves, up_proj.shape[1] // halves))
+    if up_proj_bias is not None and up_proj_bias.ndim == 2:
+        up_proj_bias = up_proj_bias.unflatten(1, (halves, up_proj.shape[2]))
+    expected = (E, halves, down_proj.shape[1], down_proj.shape[2])
+    if tuple(up_proj.shape) != expected or down_proj.shape[0] != E:
+        shape = f"[{E}, {'2F' if halves == 2 else 'F'}, H]"
+        raise ValueError(
+            f"expert_mlp: the topology covers {E} experts, so up_proj must be {shape} and down_proj [{E}, H, F]; got up "
+            f"{list(up_proj.shape)} and down {[down_proj.shape[0], down_proj.shape[2], down_proj.shape[1]]}."
+        )
+    return up_proj, down_proj, up_proj_bias, None
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = _autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)

@@ -1,0 +1,94 @@
+"""The two implementations of the products, by name: which can run where, and which is chosen."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from blocksparse_moe_kernels import torch_products
+
+Implementation = Literal["torch", "triton"]
+
+_TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TRITON_LAUNCHERS = {
+    "sdd": "sdd",
+    "sdd_activation": "sdd",
+    "dsd": "dsd",
+    "dsd_transposed": "dsd_transposed",
+    "combine": "combine",
+    "activation_backward": "activation_backward",
+    "expert_sum": "bias",
+    "expert_sum_tokens": "bias",
+    "bias_dot": "bias",
+    "zero_tail": "zero_tail",
+}
+
+
+def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why implementation `name` cannot multiply tensors of `dtype` on `device`; None when it can."""
+    if name == "torch":
+        return None if dtype.is_floating_point else f"needs a floating dtype; got {dtype}"
+    if name != "triton":
+        return f'is not known; choose "triton" or "torch" (or "auto"); got {name!r}'
+    if find_spec("triton") is None:
+        return "needs Triton, which is not installed (pip install triton)"
+    if dtype not in _TRITON_DTYPES:
+        return f"computes in fp32, fp16 and bf16; got {dtype}"
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return "needs an NVIDIA GPU; this torch is built for ROCm"
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability >= (8, 0) else f"needs compute capability 8.0 or newer; {device} has {capability}"
+    if device.type == "cpu" and _interpreting():
+        return None
+    return f"needs a CUDA device; the tensors are on {device.type} (TRITON_INTERPRET=1 runs kernels on a CPU, slowly)"
+
+
+@torch.compiler.assume_constant_result
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, str]:
+    """The implementation that runs for `name` ("auto" included), and why.
+
+    Raises:
+        ValueError: an unknown name; NotImplementedError: the named one cannot run here.
+    """
+    if name == "auto":
+        if device.type != "cuda":
+            return "torch", f"the default on {device.type}"
+        reason = why_not("triton", device, dtype)
+        return ("triton", "the default on CUDA") if reason is None else ("torch", f"triton {reason}")
+    reason = why_not(name, device, dtype)
+    if reason is None:
+        return name, "asked for"  # type: ignore[return-value]
+    if name not in ("torch", "triton"):
+        raise ValueError(f"backend: {reason}.")
+    raise NotImplementedError(f"backend {name!r} {reason}.")
+
+
+@lru_cache(maxsize=2)
+def implementation(name: str) -> Any:
+    """The launchers of an implementation: sdd, dsd, combine, ... with the same signatures in both."""
+    if name == "torch":
+        return torch_products
+    modules = {
+        launcher: import_module(f"blocksparse_moe_kernels.triton.{file}") for launcher, file in _TRITON_LAUNCHERS.items()
+    }
+    return SimpleNamespace(**{launcher: getattr(module, launcher) for launcher, module in modules.items()})
+
+
+def describe_versions() -> str:
+    """Versions that a report should name."""
+    found = [f"torch {torch.__version__}"]
+    if find_spec("triton") is not None:
+        found.append(f"triton {metadata.version('triton')}")
+    return ", ".join(found)
+
+
+def _interpreting() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

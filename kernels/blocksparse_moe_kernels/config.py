@@ -1,0 +1,69 @@
+"""Tile configurations of the GEMM kernels: plain arithmetic from what the host knows. Nothing searches at call time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SHARED_MEMORY_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Shared memory that one block may use, by compute capability (CUDA programming guide, table of technical specifications)."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile of one GEMM kernel.
+
+    Attributes:
+        block_m: rows of the output tile (for the transposed product: columns of the sparse operand).
+        block_n: columns of the output tile.
+        block_k: depth of one step of the reduction.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def architecture_of(device: torch.device) -> int:
+    """The architecture whose tiles suit `device`: the newest known one that is not newer; sm_90 for the interpreter."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return max((known for known in SHARED_MEMORY_KB if known <= 10 * major + minor), default=min(SHARED_MEMORY_KB))
+
+
+def choose_block_m(num_slots: int, num_experts: int) -> int:
+    """Height of the row tiles: about the rows of a mean expert, so that few of a tile's rows are empty."""
+    mean_rows = num_slots / max(1, min(num_experts, num_slots))
+    return next((height for height in (16, 32, 64) if mean_rows <= height), 128)
+
+
+def row_product_config(num_slots: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
+    """Tile of sdd and dsd, whose rows come in the tiles of a schedule."""
+    return row_product_tile(choose_block_m(num_slots, num_experts), dtype, architecture_of(device))
+
+
+def row_product_tile(block_m: int, dtype: torch.dtype, architecture: int) -> GemmConfig:
+    if dtype == torch.float32:
+        return GemmConfig(block_m, 64, 32, 4, 2)
+    if architecture in (90, 100):
+        return GemmConfig(block_m, 256, 64, 8, 3) if block_m == 128 else GemmConfig(block_m, 128, 64, 4, 3)
+    return GemmConfig(block_m, 128, 32, 8 if block_m == 128 else 4, 3)
+
+
+def column_product_config(num_slots: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
+    """Tile of the transposed dsd, which reduces over the rows of an expert."""
+    return column_product_tile(choose_block_m(num_slots, num_experts), dtype, architecture_of(device))
+
+
+def column_product_tile(block_rows: int, dtype: torch.dtype, architecture: int) -> GemmConfig:
+    if dtype == torch.float32:
+        return GemmConfig(64, 64, min(block_rows, 32), 4, 2)
+    if architecture in (90, 100):
+        return GemmConfig(128, 256, min(block_rows, 64), 8, 3)
+    return GemmConfig(128, 128, min(block_rows, 32), 8, 3)

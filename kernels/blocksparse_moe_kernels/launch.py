@@ -1,0 +1,211 @@
+"""What every launcher needs: checks with messages that name the cure, weights in one form, and the tables of columns."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .block_sparse import BlockSparse, Columns, block_offsets, column_offsets
+from .reference import Order
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """The weight of a product as the kernels see it.
+
+    Attributes:
+        data: [E, halves, N, H], or flat [sum halves * N_e, H] when experts differ.
+        columns: N_e, columns of one half.
+        halves: 2 for a gate and an up half that lie apart, else 1.
+    """
+
+    data: Tensor
+    columns: Columns
+    halves: int
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of expert, half, column and H; the kernels find experts of a flat weight through the column table."""
+        return self.data.stride() if self.data.ndim == 4 else (0, 0, *self.data.stride())
+
+    @property
+    def hidden_size(self) -> int:
+        return self.data.shape[-1]
+
+    @property
+    def sparse_columns(self) -> Columns:
+        """Columns of the sparse operand, all halves together."""
+        return self.columns.times(self.halves)
+
+
+def stack_weight(operation: str, w: Tensor, topology: Topology, columns: Columns | None, halves: int = 1) -> StackedWeight:
+    """Bring w ([E, halves, N, H], [E, halves * N, H] or flat [sum halves * N_e, H]) into the form of the kernels: views only.
+
+    `columns` are those of one half; required for a flat w, else they must agree with it.
+    """
+    num_experts = topology.num_experts
+    if w.ndim == 2:
+        if columns is None:
+            raise ValueError(
+                f"{operation}: a flat weight {list(w.shape)} needs columns=Columns.of([...]), the columns of each expert."
+            )
+        _check_experts(operation, "columns", columns.num_experts, num_experts)
+        if w.shape[0] != halves * columns.total:
+            raise ValueError(
+                f"{operation}: the flat weight has {w.shape[0]} rows; columns {columns} need {halves * columns.total}."
+            )
+        if not columns.are_equal:
+            return StackedWeight(w, columns, halves)
+        w = w.unflatten(0, (num_experts, halves, columns.widest))
+    elif w.ndim == 3:
+        _check_experts(operation, "the weight", w.shape[0], num_experts)
+        if w.shape[1] % halves:
+            raise ValueError(
+                f"{operation}: a gated weight is [E, 2F, H], gate rows then up rows; got {list(w.shape)} with an odd size."
+            )
+        w = w.unflatten(1, (halves, w.shape[1] // halves))
+    elif w.ndim == 4:
+        _check_experts(operation, "the weight", w.shape[0], num_experts)
+    else:
+        raise ValueError(f"{operation}: a weight is [E, N, H], [E, 2, N, H] or flat [sum N_e, H]; got {list(w.shape)}.")
+    if columns is not None and columns.widths != (w.shape[2],) * num_experts:
+        raise ValueError(
+            f"{operation}: the weight has {w.shape[2]} columns for every expert; columns say {columns}. "
+            "Give unequal experts as a flat weight [sum N_e, H]."
+        )
+    return StackedWeight(w, Columns.equal(w.shape[2], num_experts), w.shape[1])
+
+
+def fold_halves(weight: StackedWeight) -> StackedWeight:
+    """One half of twice the columns, where the halves lie one after the other; the products then need one loop."""
+    w = weight.data
+    if weight.halves == 1 or (w.ndim == 4 and w.stride(1) != w.shape[2] * w.stride(2)):
+        return weight
+    data = w.flatten(1, 2).unsqueeze(1) if w.ndim == 4 else w
+    return StackedWeight(data, weight.sparse_columns, 1)
+
+
+def stack_bias(operation: str, bias: Tensor | None, weight: StackedWeight) -> tuple[Tensor | None, tuple[int, ...]]:
+    """bias ([E, halves, N], [E, halves * N] or flat) as [E, halves, N] or flat, with strides of expert, half and column."""
+    if bias is None:
+        return None, (0, 0, 0)
+    check_same(operation, "bias", bias, "the weight", weight.data)
+    E, halves, columns = weight.columns.num_experts, weight.halves, weight.columns
+    if bias.numel() != halves * columns.total:
+        raise ValueError(
+            f"{operation}: the bias must have {halves * columns.total} entries, one a column of each expert; "
+            f"got {list(bias.shape)}."
+        )
+    if not columns.are_equal:
+        return bias, (0, 0, bias.stride(0))
+    if bias.ndim == 1:
+        bias = bias.unflatten(0, (E, halves, columns.widest))
+    elif bias.ndim == 2:
+        bias = bias.unflatten(1, (halves, columns.widest))
+    return bias, bias.stride()
+
+
+def check_dense(operation: str, x: Tensor, topology: Topology, order: Order, other: Tensor) -> None:
+    """x [T, H] (order "tokens") or [M, H] (order "rows"), of the dtype and on the device of `other` [..., H]."""
+    if order not in ("tokens", "rows"):
+        raise ValueError(f'{operation}: order must be "tokens" or "rows"; got {order!r}.')
+    rows = topology.num_tokens if order == "tokens" else topology.num_slots
+    if x.ndim != 2 or x.shape[0] != rows:
+        raise ValueError(
+            f'{operation}: with order="{order}" the dense operand must be [{rows}, H]; got {list(x.shape)}. '
+            "Was the topology built for other tokens?"
+        )
+    if x.shape[1] != other.shape[-1]:
+        raise ValueError(
+            f"{operation}: the dense operand has {x.shape[1]} columns; the weight {list(other.shape)} needs {other.shape[-1]}."
+        )
+    check_same(operation, "the dense operand", x, "the weight", other)
+    check_device(operation, x, topology)
+
+
+def check_combine(y: Tensor, topology: Topology, weights: Tensor | None) -> None:
+    if y.ndim != 2 or y.shape[0] != topology.num_slots:
+        raise ValueError(f"combine: y must be [{topology.num_slots}, H], one row a slot; got {list(y.shape)}.")
+    check_device("combine", y, topology)
+    if weights is not None:
+        check_device("combine", weights, topology)
+        if weights.numel() != topology.num_slots or weights.ndim > 2:
+            raise ValueError(
+                f"combine: weights must have one entry for each of the {topology.num_slots} slots, as [T, K] or [M]; "
+                f"got {list(weights.shape)}."
+            )
+
+
+def check_sparse(operation: str, s: BlockSparse, columns: Columns) -> None:
+    """The columns of s are those of the weight."""
+    if s.columns.widths != columns.widths:
+        raise ValueError(f"{operation}: the sparse operand has columns {s.columns}; the weight has {columns}.")
+
+
+def check_down_bias(operation: str, bias: Tensor | None, weight: StackedWeight) -> None:
+    if bias is None:
+        return
+    check_same(operation, "bias", bias, "the weight", weight.data)
+    expected = (weight.columns.num_experts, weight.hidden_size)
+    if bias.shape != expected:
+        raise ValueError(f"{operation}: bias must be {list(expected)}; got {list(bias.shape)}.")
+
+
+def check_same(operation: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    if tensor.dtype != other.dtype:
+        raise TypeError(
+            f"{operation}: {name} is {tensor.dtype} and {other_name} is {other.dtype}; convert one, for example "
+            f"with .to({other.dtype})."
+        )
+    if tensor.device != other.device:
+        raise ValueError(f"{operation}: {name} is on {tensor.device} and {other_name} on {other.device}; move one with .to().")
+
+
+def check_device(operation: str, tensor: Tensor, topology: Topology) -> None:
+    if tensor.device != topology.device:
+        raise ValueError(
+            f"{operation}: the operands are on {tensor.device} and the topology on {topology.device}; "
+            "build the topology from ids on the device of the operands."
+        )
+
+
+def _check_experts(operation: str, name: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(
+            f"{operation}: the topology covers {expected} experts; {name} has {found}. Was it built for another layer?"
+        )
+
+
+def value_strides(s: BlockSparse) -> tuple[int, ...]:
+    """Strides of row and column; a flat buffer has only the second, rows of an expert being as long as its columns."""
+    return s.values.stride() if s.values.ndim == 2 else (0, s.values.stride(0))
+
+
+@dataclass(frozen=True)
+class ColumnTables:
+    """Where the columns of unequal experts begin, for the kernels; ignored by them when experts are equal.
+
+    Attributes:
+        varied: whether experts differ.
+        column_offsets: [E + 1] int64, first column of each expert.
+        block_offsets: [E + 1] int64, first element of each expert's block of values.
+    """
+
+    varied: bool
+    column_offsets: Tensor
+    block_offsets: Tensor
+
+    @classmethod
+    def of(cls, topology: Topology, columns: Columns) -> ColumnTables:
+        if columns.are_equal:
+            return cls(False, topology.offsets, topology.offsets)
+        return cls(True, column_offsets(columns, topology.device), block_offsets(topology, columns))
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Launch on the device of the tensors, whichever is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,151 @@
+"""The specification: every op in a few lines of torch, in any dtype up to fp64, on any device, differentiable by autograd.
+
+T tokens, H hidden size, F expert FFN size, E experts, K experts per token, M = T * K routed rows. Inside a GEMM kernel the
+letters are M, N, K as in every GEMM.
+
+These loop over experts and tokens and read the routing on the host: they are for reading and for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from .activations import get_activation
+from .block_sparse import BlockSparse, Columns
+from .topology import Topology
+
+Order = Literal["tokens", "rows"]
+
+
+def topology(expert_ids: Tensor, num_experts: int) -> tuple[list[int], list[int]]:
+    """Slots in row order (kept ones only) and the row offsets [E + 1] of expert_ids [T, K]."""
+    flat = expert_ids.reshape(-1).tolist()
+    slots = [slot for expert in range(num_experts) for slot, chosen in enumerate(flat) if chosen == expert]
+    offsets = [sum(0 <= chosen < expert for chosen in flat) for expert in range(num_experts + 1)]
+    return slots, offsets
+
+
+def sdd(
+    x: Tensor,
+    w: Tensor,
+    topology: Topology,
+    *,
+    order: Order = "tokens",
+    columns: Columns | None = None,
+    bias: Tensor | None = None,
+) -> BlockSparse:
+    """s_e = x_e w_e^T (+ bias_e). x [T, H] or [M, H], w [E, N, H] or flat [sum N_e, H], bias [E, N] or flat [sum N_e]."""
+    columns = Columns.equal(w.shape[1], w.shape[0]) if columns is None else columns
+    blocks = [
+        _take_rows(x, topology, expert, order) @ w_e.T + (0 if bias_e is None else bias_e)
+        for expert, (w_e, bias_e) in enumerate(zip(_per_expert(w, columns, 3), _per_expert(bias, columns, 2), strict=True))
+    ]
+    return _from_blocks(blocks, topology, columns)
+
+
+def dsd(s: BlockSparse, w: Tensor, *, order: Order = "rows", bias: Tensor | None = None) -> Tensor:
+    """y_e = s_e w_e (+ bias_e), rows in expert order [M, H], zero where dropped; bias [E, H].
+
+    A transposed `s` takes the dense operand x ([T, H] or [M, H]) in place of w and sums over each expert's rows:
+    w_e = s_e^T x_e, [E, N, H] or flat [sum N_e, H].
+    """
+    topology, columns = s.topology, s.columns
+    if s.transposed:
+        grads = [s_e.T @ _take_rows(w, topology, expert, order) for expert, s_e in enumerate(_blocks(s))]
+        return torch.stack(grads) if columns.are_equal else torch.cat(grads)
+    blocks = [
+        s_e @ w_e + (0 if bias is None else bias[expert])
+        for expert, (s_e, w_e) in enumerate(zip(_blocks(s), _per_expert(w, columns, 3), strict=True))
+    ]
+    y = torch.cat(blocks)
+    return torch.cat((y, y.new_zeros(topology.num_slots - y.shape[0], y.shape[1])))
+
+
+def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Tensor:
+    """out[t] = sum over the slots of token t of weights[slot] * y[row of slot]. y [M, H], weights [T, K] or [M] -> [T, H]."""
+    num_rows = int(topology.num_rows)
+    slots, tokens = topology.slots[:num_rows].long(), topology.tokens[:num_rows].long()
+    kept = y[:num_rows]
+    if weights is not None:
+        kept = kept * weights.reshape(-1)[slots, None].to(y.dtype)
+    return y.new_zeros(topology.num_tokens, y.shape[1]).index_add(0, tokens, kept)
+
+
+def expert_mlp(
+    x: Tensor,
+    topology: Topology,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    routing_weights: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    columns: Columns | None = None,
+) -> Tensor:
+    """sdd, activation, dsd, combine: x [T, H] -> [T, H].
+
+    up_proj [E, 2F, H] (rows `[gate; up]`) or [E, F, H], down_proj [E, H, F]; with `columns` (F_e of each expert) both are
+    flat: [sum 2F_e, H] and [sum F_e, H], down transposed.
+    """
+    halves = get_activation(activation).halves
+    if columns is None:
+        columns = Columns.equal(down_proj.shape[2], down_proj.shape[0])
+        down_proj = down_proj.transpose(1, 2)
+    pre = sdd(x, up_proj, topology, columns=columns.times(halves), bias=up_proj_bias)
+    hidden = _from_blocks([get_activation(activation)(block) for block in _blocks(pre)], topology, columns)
+    y = dsd(hidden, down_proj, bias=down_proj_bias)
+    return combine(y, topology, routing_weights)
+
+
+def router(x: Tensor, weight: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """logits = x weight^T, top-k of their softmax over all experts, renormalised to sum 1 if asked: logits, weights, ids."""
+    logits = einsum(x, weight, "t h, e h -> t e")
+    weights, expert_ids = logits.softmax(dim=-1).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights, expert_ids
+
+
+def load_balancing_loss(logits: Tensor, expert_ids: Tensor) -> Tensor:
+    """E * sum_e f_e P_e: f the share of slots, P the mean probability; 1 at balance. Switch Transformer, arXiv:2101.03961."""
+    num_experts = logits.shape[-1]
+    share = torch.stack([(expert_ids == expert).to(logits.dtype).mean() for expert in range(num_experts)])
+    return num_experts * (share * logits.softmax(dim=-1).mean(dim=0)).sum()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """mean of logsumexp(logits)^2. ST-MoE, arXiv:2202.08906."""
+    return logits.logsumexp(dim=-1).square().mean()
+
+
+def _take_rows(x: Tensor, topology: Topology, expert: int, order: Order) -> Tensor:
+    first, last = topology.offsets[expert : expert + 2].tolist()
+    return x[topology.tokens[first:last].long()] if order == "tokens" else x[first:last]
+
+
+def _per_expert(w: Tensor | None, columns: Columns, stacked_ndim: int) -> list[Any]:
+    if w is None:
+        return [None] * columns.num_experts
+    return list(w) if w.ndim == stacked_ndim else list(w.split(columns.widths))
+
+
+def _blocks(s: BlockSparse) -> list[Tensor]:
+    """[n_e, N_e] of each expert."""
+    offsets, flat, start, blocks = s.topology.offsets.tolist(), s.values.reshape(-1), 0, []
+    for expert, width in enumerate(s.columns.widths):
+        size = (offsets[expert + 1] - offsets[expert]) * width
+        blocks.append(flat[start : start + size].view(-1, width))
+        start += size
+    return blocks
+
+
+def _from_blocks(blocks: list[Tensor], topology: Topology, columns: Columns) -> BlockSparse:
+    used = torch.cat([block.reshape(-1) for block in blocks])
+    capacity = topology.num_slots * columns.widest
+    values = torch.cat((used, used.new_zeros(capacity - used.numel())))
+    return BlockSparse(values.view(-1, columns.widest) if columns.are_equal else values, topology, columns)

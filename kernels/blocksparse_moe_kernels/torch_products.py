@@ -1,0 +1,272 @@
+"""The launchers of `triton/` in plain PyTorch: the same names, arguments and results, on any device and up to fp64.
+
+One matrix product per expert that has rows; experts without rows cost nothing. The row offsets are read on the host once a
+product, which is free on a CPU and synchronises on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activations import FUNCTIONS, Activation
+from .block_sparse import BlockSparse, Columns, new_weight, values_shape
+from .launch import (
+    StackedWeight,
+    check_combine,
+    check_dense,
+    check_device,
+    check_down_bias,
+    check_same,
+    check_sparse,
+    fold_halves,
+    stack_bias,
+    stack_weight,
+)
+from .reference import Order
+from .topology import Topology
+
+
+def sdd(
+    x: Tensor,
+    w: Tensor,
+    topology: Topology,
+    *,
+    order: Order = "tokens",
+    columns: Columns | None = None,
+    bias: Tensor | None = None,
+) -> BlockSparse:
+    """s_e = x_e w_e^T (+ bias_e); see `triton.sdd.sdd`."""
+    weight = fold_halves(stack_weight("sdd", w, topology, columns))
+    check_dense("sdd", x, topology, order, w)
+    stacked_bias, _ = stack_bias("sdd", bias, weight)
+    s = _empty(x, topology, weight.sparse_columns)
+    for expert, rows, block in _blocks(s):
+        _project(_rows_of(x, topology, rows, order), weight, stacked_bias, expert, block)
+    return s
+
+
+def sdd_activation(
+    x: Tensor,
+    w: Tensor,
+    topology: Topology,
+    activation: Activation,
+    *,
+    columns: Columns | None = None,
+    bias: Tensor | None = None,
+    save_pre: bool = True,
+) -> tuple[BlockSparse | None, BlockSparse]:
+    """(pre-activation or None, activation of it); see `triton.sdd.sdd_activation`."""
+    weight = fold_halves(stack_weight("sdd", w, topology, columns, activation.halves))
+    check_dense("sdd", x, topology, "tokens", w)
+    stacked_bias, _ = stack_bias("sdd", bias, weight)
+    sparse_columns = weight.sparse_columns
+    hidden_columns = Columns(tuple(width // activation.halves for width in sparse_columns.widths))
+    act = _empty(x, topology, hidden_columns)
+    pre = _empty(x, topology, sparse_columns) if save_pre else None
+    pre_blocks = None if pre is None else {expert: block for expert, _, block in _blocks(pre)}
+    for expert, rows, block in _blocks(act):
+        pre_block = x.new_empty(block.shape[0], sparse_columns.widths[expert]) if pre_blocks is None else pre_blocks[expert]
+        _project(_rows_of(x, topology, rows, "tokens"), weight, stacked_bias, expert, pre_block)
+        block.copy_(activation(pre_block))
+    return pre, act
+
+
+def dsd(s: BlockSparse, w: Tensor, *, order: Order = "rows", bias: Tensor | None = None) -> Tensor:
+    """y_e = s_e w_e (+ bias_e), or the transposed product; see `triton.dsd.dsd`."""
+    if s.transposed:
+        return dsd_transposed(s.T, w, order=order)
+    weight = fold_halves(stack_weight("dsd", w, s.topology, None if w.ndim > 2 else s.columns))
+    check_sparse("dsd", s, weight.sparse_columns)
+    check_same("dsd", "the sparse operand", s.values, "the weight", w)
+    check_device("dsd", w, s.topology)
+    check_down_bias("dsd", bias, weight)
+    y = w.new_empty(s.topology.num_slots, weight.hidden_size)
+    for expert, (first, last), block in _blocks(s):
+        out, halves = y[first:last], _expert_weight(weight, expert)
+        width = halves[0].shape[0]
+        torch.mm(block[:, :width], halves[0], out=out)
+        for half in halves[1:]:
+            out.addmm_(block[:, width:], half)
+        if bias is not None:
+            out += bias[expert]
+    return y
+
+
+def dsd_transposed(s: BlockSparse, x: Tensor, *, order: Order = "rows", like: Tensor | None = None) -> Tensor:
+    """w_e = s_e^T x_e; see `triton.dsd_transposed.dsd_transposed`."""
+    out = new_weight(x, s.columns, x.shape[1]) if like is None else torch.empty_like(like)
+    check_dense("dsd", x, s.topology, order, out)
+    weight = fold_halves(stack_weight("dsd", out, s.topology, s.columns if out.ndim == 2 else None))
+    check_sparse("dsd", s, weight.sparse_columns)
+    offsets = s.topology.offsets.tolist()
+    for expert, (first, last) in enumerate(pairwise(offsets)):
+        if first == last:
+            for half in _expert_weight(weight, expert):
+                half.zero_()
+    for expert, rows, block in _blocks(s):
+        x_e = _rows_of(x, s.topology, rows, order)
+        for half, columns in zip(_expert_weight(weight, expert), block.chunk(weight.halves, dim=1), strict=True):
+            torch.mm(columns.T, x_e, out=half)
+    return out
+
+
+def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Tensor:
+    """out[t] = sum over the slots of token t of weights[slot] * y[row of slot]; see `triton.combine.combine`."""
+    check_combine(y, topology, weights)
+    num_rows = int(topology.num_rows) if topology.num_slots else 0
+    if num_rows == 0 or y.shape[1] == 0:
+        return y.new_zeros(topology.num_tokens, y.shape[1])
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    rows, offsets = topology.rows, topology.token_offsets
+    weights = torch.ones_like(rows, dtype=dtype) if weights is None else weights.reshape(-1).to(dtype)
+    if topology.token_slots is not None:
+        rows, weights = rows[topology.token_slots], weights[topology.token_slots]
+    if offsets is None:
+        last = topology.num_slots + 1
+        offsets = torch.arange(0, last, topology.slots_per_token, dtype=torch.int32, device=y.device)
+    unused_row = topology.num_slots - 1
+    out = F.embedding_bag(
+        torch.where(rows < 0, unused_row, rows),
+        y.to(dtype),
+        offsets,
+        mode="sum",
+        per_sample_weights=weights,
+        include_last_offset=True,
+        padding_idx=unused_row if num_rows < topology.num_slots else None,
+    )
+    return out.to(y.dtype)
+
+
+def activation_backward(
+    grad: BlockSparse,
+    pre: BlockSparse,
+    activation: Activation,
+    weights: Tensor | None = None,
+    bias_dot: Tensor | None = None,
+) -> tuple[BlockSparse, BlockSparse, Tensor | None]:
+    """Gradient of `pre`, scaled hidden activation (over `grad`), gradient of the routing weights; see
+    `triton.activation_backward.activation_backward`."""
+    topology, function = grad.topology, FUNCTIONS[activation.function]
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    grad_pre = BlockSparse(torch.empty_like(pre.values), topology, pre.columns)
+    pre_blocks = {expert: block for expert, _, block in _blocks(pre)}
+    grad_pre_blocks = {expert: block for expert, _, block in _blocks(grad_pre)}
+    slots = topology.slots.long()
+    grad_weights = None if weights is None else torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    for expert, (first, last), block in _blocks(grad):
+        wide, pre_block = block.to(dtype), pre_blocks[expert].to(dtype)
+        gate, *up = pre_block.chunk(activation.halves, dim=1)
+        value = function.value(gate)
+        hidden = value * up[0] if up else value
+        scale = None
+        if weights is not None and grad_weights is not None:
+            slot = slots[first:last]
+            dot = torch.linalg.vecdot(wide, hidden)
+            grad_weights.view(-1)[slot] = (dot if bias_dot is None else dot + bias_dot[first:last]).to(weights.dtype)
+            scale = weights.reshape(-1)[slot, None].to(dtype)
+            wide = wide * scale
+        grad_gate, *grad_up = grad_pre_blocks[expert].chunk(activation.halves, dim=1)
+        if up:
+            grad_up[0].copy_(wide * value)
+            wide = wide * up[0]
+        grad_gate.copy_(function.backward(wide, gate))
+        block.copy_(hidden if scale is None else hidden * scale)
+    return grad_pre, grad, grad_weights
+
+
+def expert_sum(s: BlockSparse) -> Tensor:
+    """Sum of each expert's rows of s; see `triton.bias.expert_sum`."""
+    columns = s.columns
+    sums = s.values.new_zeros(columns.total)
+    per_expert = sums.split(columns.widths)
+    for expert, _, block in _blocks(s):
+        per_expert[expert].copy_(_sum_rows(block))
+    return sums.view(columns.num_experts, columns.widest) if columns.are_equal else sums
+
+
+def expert_sum_tokens(x: Tensor, topology: Topology, weights: Tensor | None = None) -> Tensor:
+    """Sum over each expert's rows of weights[slot] * x[token]; see `triton.bias.expert_sum_tokens`."""
+    out = x.new_zeros(topology.num_experts, x.shape[1])
+    for expert, first, last in _row_ranges(topology):
+        rows = _rows_of(x, topology, (first, last), "tokens")
+        if weights is not None:
+            scale = weights.reshape(-1)[topology.slots[first:last].long(), None]
+            rows = rows * scale.to(torch.promote_types(x.dtype, torch.float32))
+        out[expert] = _sum_rows(rows)
+    return out
+
+
+def bias_dot(x: Tensor, bias: Tensor, topology: Topology) -> Tensor:
+    """<x[token of row], bias[expert of row]>; see `triton.bias.bias_dot`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(topology.num_slots, dtype=dtype, device=x.device)
+    for expert, first, last in _row_ranges(topology):
+        out[first:last] = _rows_of(x, topology, (first, last), "tokens").to(dtype) @ bias[expert].to(dtype)
+    return out
+
+
+def zero_tail(values: Tensor, start: Tensor, scale: int = 1) -> Tensor:
+    """Write zeros into contiguous `values` from element `start * scale` on; see `triton.zero_tail.zero_tail`."""
+    if values.numel():
+        values.view(-1)[int(start) * scale :] = 0
+    return values
+
+
+def _row_ranges(topology: Topology) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, last row + 1) of every expert that has rows."""
+    offsets = topology.offsets.tolist()
+    for expert, (first, last) in enumerate(pairwise(offsets)):
+        if first < last:
+            yield expert, first, last
+
+
+def _blocks(s: BlockSparse) -> Iterator[tuple[int, tuple[int, int], Tensor]]:
+    """(expert, its range of rows, its values as a view [n_e, N_e]) of every expert that has rows."""
+    start = 0
+    for expert, first, last in _row_ranges(s.topology):
+        width = s.columns.widths[expert]
+        if s.values.ndim == 2:
+            block = s.values[first:last]
+        else:
+            block = s.values[start : start + (last - first) * width].unflatten(0, (last - first, width))
+            start += (last - first) * width
+        yield expert, (first, last), block
+
+
+def _empty(x: Tensor, topology: Topology, columns: Columns) -> BlockSparse:
+    return BlockSparse(x.new_empty(values_shape(topology.num_slots, columns)), topology, columns)
+
+
+def _rows_of(x: Tensor, topology: Topology, rows: tuple[int, int], order: Order) -> Tensor:
+    first, last = rows
+    return x.index_select(0, topology.tokens[first:last]) if order == "tokens" else x[first:last]
+
+
+def _expert_weight(weight: StackedWeight, expert: int) -> list[Tensor]:
+    """The halves [N_e, H] of an expert's weight."""
+    if weight.data.ndim == 4:
+        return list(weight.data[expert])
+    first, last = (weight.halves * column for column in weight.columns.offsets()[expert : expert + 2])
+    return list(weight.data[first:last].chunk(weight.halves))
+
+
+def _project(x: Tensor, weight: StackedWeight, bias: Tensor | None, expert: int, out: Tensor) -> None:
+    """out [n_e, halves * N_e] = x [n_e, H] times the expert's weight transposed, plus its bias."""
+    halves = _expert_weight(weight, expert)
+    for half, columns in zip(halves, out.chunk(len(halves), dim=1), strict=True):
+        torch.mm(x, half.T, out=columns)
+    if bias is not None:
+        if bias.ndim == 1:
+            first, last = (weight.halves * column for column in weight.columns.offsets()[expert : expert + 2])
+            out += bias[first:last]
+        else:
+            out += bias[expert].reshape(-1)
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))

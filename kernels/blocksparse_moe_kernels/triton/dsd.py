@@ -1,0 +1,137 @@
+"""DSD: sparse x dense -> dense.
+
+    y_e = s_e w_e (+ bias_e)            s [M, N] block-sparse, w [E, N, H], y [M, H] rows in expert order
+
+Forward of the down-projection, with `down_proj.transpose(1, 2)` for w; with the gradient of the pre-activation in place of s
+and the up-projection in place of w it is the gradient of the gathered input. A transposed s sums over each expert's rows
+instead: that product is in dsd_transposed.py. Source: MegaBlocks, arXiv:2211.15841.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..block_sparse import BlockSparse
+from ..config import GemmConfig, row_product_config
+from ..launch import (
+    ColumnTables,
+    check_device,
+    check_down_bias,
+    check_same,
+    check_sparse,
+    fold_halves,
+    on_device,
+    stack_weight,
+    value_strides,
+)
+from ..reference import Order
+from .dsd_transposed import dsd_transposed
+from .tiles import dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
+
+
+@triton.jit
+def _dsd_kernel(
+    S, W, Bias, Y,                                         # [M, HALVES * N], [E, HALVES, N, H], [E, H], [M, H]
+    Tiles, Offsets, ColumnOffsets, BlockOffsets,           # [3, tiles], [E + 1] each
+    stride_sm, stride_sn, stride_we, stride_wg, stride_wn, stride_wh, stride_be, stride_bh,
+    num_tiles, H, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    HALVES: tl.constexpr, VARIED: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, pid_n = grouped_order(tl.program_id(0), num_tiles, tl.cdiv(H, BLOCK_N), GROUP)
+    expert = tl.load(Tiles + tile)
+    if expert < 0:
+        return
+    first_row = tl.load(Tiles + num_tiles + tile)
+    length = tl.load(Tiles + 2 * num_tiles + tile)
+    columns, w_offset, w_half = weight_block(expert, N, stride_we, stride_wg, stride_wn, ColumnOffsets, HALVES, VARIED)
+    s_offset, s_stride = value_rows(
+        expert, first_row, columns, stride_sm, stride_sn, Offsets, BlockOffsets, HALVES, VARIED
+    )
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    first_column = pid_n * BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    column = wrapped(offs_n, H - first_column)
+    mask_m = offs_m < length
+    s_rows = S + s_offset + tl.where(mask_m, offs_m, 0)[:, None] * s_stride
+    W += w_offset + first_column.to(tl.int64) * stride_wh
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for half in tl.static_range(HALVES):
+        s_ptrs = s_rows + (half * columns + offs_k)[None, :] * stride_sn
+        w_ptrs = W + half * w_half + offs_k[:, None] * stride_wn + column[None, :] * stride_wh
+        for k in range(0, columns, BLOCK_K):
+            if EVEN_K:
+                s = tl.load(s_ptrs)
+                w = tl.load(w_ptrs)
+            else:
+                mask_k = offs_k < columns - k
+                s = tl.load(s_ptrs, mask=mask_k[None, :], other=0.0)
+                w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
+            acc = dot(s, w, acc, PRECISION)
+            s_ptrs += BLOCK_K * stride_sn
+            w_ptrs += BLOCK_K * stride_wn
+
+    if HAS_BIAS:
+        bias_ptrs = Bias + expert.to(tl.int64) * stride_be + (first_column + column) * stride_bh
+        acc += tl.load(bias_ptrs).to(tl.float32)[None, :]
+    y_ptrs = Y + first_row.to(tl.int64) * H + first_column + offs_m[:, None] * H + offs_n[None, :]
+    tl.store(y_ptrs, acc.to(Y.dtype.element_ty), mask=mask_m[:, None] & (offs_n < H - first_column)[None, :])
+
+
+def dsd(
+    s: BlockSparse,
+    w: Tensor,
+    *,
+    order: Order = "rows",
+    bias: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """Sparse x dense; rows stay in expert order.
+
+    Args:
+        s: values [M, N] (flat if columns differ), any strides; or transposed (`s.T`).
+        w: [E, N, H], [E, 2, N / 2, H] (two halves that lie apart) or flat [sum N_e, H]; dtype of s, any strides. For a
+            transposed s the dense operand: [T, H] with order="tokens", [M, H] with order="rows".
+        order: of the dense operand of a transposed s; the result of a plain product is in row order.
+        bias: [E, H], added to every row of its expert.
+        config: tile; chosen from the sizes unless given.
+    Returns:
+        [M, H], rows in expert order; those from topology.num_rows on are not written. For a transposed s [E, N, H], or flat
+        [sum N_e, H] if columns differ: zero for an expert without rows. dtype of s; fp32 accumulation.
+    Raises:
+        ValueError: shapes or devices disagree; TypeError: dtypes.
+    Oracle: reference.dsd. Source: MegaBlocks, arXiv:2211.15841.
+    """
+    if s.transposed:
+        return dsd_transposed(s.T, w, order=order, config=config)
+    topology = s.topology
+    columns = None if w.ndim > 2 else s.columns
+    weight = fold_halves(stack_weight("dsd", w, topology, columns))
+    check_sparse("dsd", s, weight.sparse_columns)
+    check_same("dsd", "the sparse operand", s.values, "the weight", w)
+    check_device("dsd", w, topology)
+    check_down_bias("dsd", bias, weight)
+    hidden_size = weight.hidden_size
+    y = s.values.new_empty(topology.num_slots, hidden_size)
+    if y.numel() == 0:
+        return y
+    config = config or row_product_config(topology.num_slots, topology.num_experts, w.dtype, w.device)
+    schedule = topology.schedule(config.block_m)
+    tables = ColumnTables.of(topology, weight.columns)
+    columns_even = all(width % config.block_k == 0 for width in set(weight.columns.widths))
+    with on_device(w.device):
+        _dsd_kernel[(schedule.capacity * triton.cdiv(hidden_size, config.block_n),)](
+            s.values, weight.data, bias, y,
+            schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
+            *value_strides(s), *weight.strides, *((0, 0) if bias is None else bias.stride()),
+            schedule.capacity, hidden_size, weight.columns.widest,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=8,
+            HALVES=weight.halves, VARIED=tables.varied, EVEN_K=columns_even, HAS_BIAS=bias is not None,
+            PRECISION=fp32_precision(), num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return y

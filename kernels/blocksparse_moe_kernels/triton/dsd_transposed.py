@@ -1,0 +1,132 @@
+"""Transposed DSD: the weight gradients.
+
+    w_e = s_e^T x_e                     sum over the rows of expert e; s [M, N] block-sparse, x [T, H] or [M, H], w [E, N, H]
+
+x in token order is gathered while it is multiplied. An expert without rows gets exactly zero. One program per tile of w and
+no atomics, so results are bitwise repeatable. Called through `dsd(s.T, x)`. Source: MegaBlocks, arXiv:2211.15841.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..block_sparse import BlockSparse, new_weight
+from ..config import GemmConfig, column_product_config
+from ..launch import (
+    ColumnTables,
+    check_dense,
+    check_sparse,
+    fold_halves,
+    on_device,
+    stack_weight,
+    value_strides,
+)
+from ..reference import Order
+from .tiles import dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
+
+
+@triton.jit
+def _dsd_transposed_kernel(
+    S, X, Out,                                             # [M, HALVES * N], [T or M, H], [E, HALVES, N, H]
+    Tokens, Offsets, ColumnOffsets, BlockOffsets,          # [M], [E + 1] each
+    stride_sm, stride_sn, stride_xt, stride_xh, stride_oe, stride_og, stride_on, stride_oh,
+    H, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    HALVES: tl.constexpr, VARIED: tl.constexpr, GATHER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1)
+    num_column_tiles = tl.cdiv(N, BLOCK_M)
+    pid_m, pid_n = grouped_order(tl.program_id(0), HALVES * num_column_tiles, tl.cdiv(H, BLOCK_N), GROUP)
+    half = pid_m // num_column_tiles
+    first_column = (pid_m % num_column_tiles) * BLOCK_M
+    columns, out_offset, out_half = weight_block(expert, N, stride_oe, stride_og, stride_on, ColumnOffsets, HALVES, VARIED)
+    if first_column >= columns:
+        return
+    first_row = tl.load(Offsets + expert)
+    num_rows = tl.load(Offsets + expert + 1) - first_row
+    s_offset, s_stride = value_rows(
+        expert, first_row, columns, stride_sm, stride_sn, Offsets, BlockOffsets, HALVES, VARIED
+    )
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    first_hidden = pid_n * BLOCK_N
+    s_column = half * columns + first_column + wrapped(offs_m, columns - first_column)
+    x_column = wrapped(offs_n, H - first_hidden)
+    S += s_offset
+    X += first_hidden.to(tl.int64) * stride_xh
+    Tokens += first_row
+    s_ptrs = S + s_column.to(tl.int64)[:, None] * stride_sn + offs_k.to(tl.int64)[None, :] * s_stride
+
+    # The rows of the next step are looked up while this one is multiplied: looked up in its own step, an index costs a stage
+    # of the pipeline.
+    row = first_row + offs_k
+    if GATHER:
+        row = tl.load(Tokens + offs_k, mask=offs_k < num_rows, other=0)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, num_rows, BLOCK_K):
+        mask_k = offs_k < num_rows - k
+        x_ptrs = X + row.to(tl.int64)[:, None] * stride_xt + x_column[None, :] * stride_xh
+        s = tl.load(s_ptrs, mask=mask_k[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=mask_k[:, None], other=0.0)
+        if GATHER:
+            following = k + BLOCK_K + offs_k
+            row = tl.load(Tokens + following, mask=following < num_rows, other=0)
+        else:
+            row += BLOCK_K
+        acc = dot(s, x, acc, PRECISION)
+        s_ptrs += BLOCK_K * s_stride
+
+    Out += out_offset + half * out_half + first_column.to(tl.int64) * stride_on + first_hidden.to(tl.int64) * stride_oh
+    mask = (offs_m < columns - first_column)[:, None] & (offs_n < H - first_hidden)[None, :]
+    out_ptrs = Out + offs_m[:, None] * stride_on + offs_n[None, :] * stride_oh
+    tl.store(out_ptrs, acc.to(Out.dtype.element_ty), mask=mask)
+
+
+def dsd_transposed(
+    s: BlockSparse,
+    x: Tensor,
+    *,
+    order: Order = "rows",
+    like: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """Sum over each expert's rows: w_e = s_e^T x_e.
+
+    Args:
+        s: values [M, N], not transposed, any strides.
+        x: [T, H] with order="tokens", [M, H] with order="rows"; dtype of s, any strides.
+        like: weight whose shape and strides the result takes, [E, N, H], [E, 2, N / 2, H] or flat [sum N_e, H].
+        config: tile (block_m over N, block_n over H, block_k over rows); chosen from the sizes unless given.
+    Returns:
+        [E, N, H], flat [sum N_e, H] if columns differ, or as `like`; dtype of s, fp32 accumulation.
+    Raises:
+        ValueError: shapes or devices disagree; TypeError: dtypes.
+    Oracle: reference.dsd with a transposed operand.
+    """
+    topology = s.topology
+    out = new_weight(x, s.columns, x.shape[1]) if like is None else torch.empty_like(like)
+    check_dense("dsd", x, topology, order, out)
+    weight = fold_halves(stack_weight("dsd", out, topology, s.columns if out.ndim == 2 else None))
+    check_sparse("dsd", s, weight.sparse_columns)
+    if out.numel() == 0:
+        return out
+    hidden_size, columns = weight.hidden_size, weight.columns.widest
+    config = config or column_product_config(topology.num_slots, topology.num_experts, x.dtype, x.device)
+    tables = ColumnTables.of(topology, weight.columns)
+    tiles = weight.halves * triton.cdiv(columns, config.block_m) * triton.cdiv(hidden_size, config.block_n)
+    with on_device(x.device):
+        _dsd_transposed_kernel[(tiles, topology.num_experts)](
+            s.values, x, weight.data,
+            topology.tokens, topology.offsets, tables.column_offsets, tables.block_offsets,
+            *value_strides(s), *x.stride(), *weight.strides,
+            hidden_size, columns,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=8,
+            HALVES=weight.halves, VARIED=tables.varied, GATHER=order == "tokens", PRECISION=fp32_precision(),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return out

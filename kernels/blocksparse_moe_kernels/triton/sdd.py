@@ -1,0 +1,207 @@
+"""SDD: dense x dense, kept only where the topology has blocks.
+
+    s_e = x_e w_e^T (+ bias_e)          x_e: the rows of expert e, gathered from [T, H] while they are multiplied
+    a_e = activation(s_e)               in the same kernel, when asked for
+
+x [T, H] or [M, H], w [E, N, H], s [M, N]. Forward of the up-projection; with the gradient of the output in place of x and
+the down-projection in place of w it is the gradient of the hidden activation. Source: MegaBlocks, arXiv:2211.15841.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activations import Activation
+from ..block_sparse import BlockSparse, Columns, values_shape
+from ..config import GemmConfig, row_product_config
+from ..launch import (
+    ColumnTables,
+    StackedWeight,
+    check_dense,
+    fold_halves,
+    on_device,
+    stack_bias,
+    stack_weight,
+)
+from ..reference import Order
+from ..topology import Topology
+from .activation_functions import function_value
+from .tiles import dot, fp32_precision, grouped_order, split_halves, value_rows, weight_block, wrapped
+
+
+@triton.jit
+def _sdd_kernel(
+    X, W, Bias, Pre, Act,                       # [T or M, H], [E, HALVES, N, H], [E, HALVES, N], [M, HALVES * N], [M, N]
+    Tokens, Tiles, Offsets, ColumnOffsets, BlockOffsets,   # [M], [3, tiles], [E + 1] each
+    stride_xt, stride_xh, stride_we, stride_wg, stride_wn, stride_wh, stride_be, stride_bg, stride_bn,
+    num_tiles, H, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    HALVES: tl.constexpr, VARIED: tl.constexpr, GATHER: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FUNCTION: tl.constexpr, SAVE_PRE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, pid_n = grouped_order(tl.program_id(0), num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
+    expert = tl.load(Tiles + tile)
+    if expert < 0:
+        return
+    first_row = tl.load(Tiles + num_tiles + tile)
+    length = tl.load(Tiles + 2 * num_tiles + tile)
+    columns, w_offset, w_half = weight_block(expert, N, stride_we, stride_wg, stride_wn, ColumnOffsets, HALVES, VARIED)
+    first_column = pid_n * BLOCK_N
+    if first_column >= columns:
+        return
+
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    wide = tl.arange(0, HALVES * BLOCK_N)
+    half = wide // BLOCK_N
+    column = wrapped(wide % BLOCK_N, columns - first_column)
+    mask_m = offs_m < length
+    rows = first_row + tl.where(mask_m, offs_m, 0)
+    if GATHER:
+        rows = tl.load(Tokens + rows)
+    x_ptrs = X + rows.to(tl.int64)[:, None] * stride_xt + offs_k[None, :] * stride_xh
+    W += w_offset + first_column.to(tl.int64) * stride_wn
+    w_ptrs = W + (half * w_half)[None, :] + column[None, :] * stride_wn + offs_k[:, None] * stride_wh
+
+    acc = tl.zeros((BLOCK_M, HALVES * BLOCK_N), tl.float32)
+    for k in range(0, H, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            mask_k = offs_k < H - k
+            x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
+        acc = dot(x, w, acc, PRECISION)
+        x_ptrs += BLOCK_K * stride_xh
+        w_ptrs += BLOCK_K * stride_wh
+
+    if HAS_BIAS:
+        if VARIED:
+            Bias += tl.load(ColumnOffsets + expert) * HALVES * stride_bn
+            b_half = columns * stride_bn
+        else:
+            Bias += expert.to(tl.int64) * stride_be
+            b_half = stride_bg
+        acc += tl.load(Bias + half * b_half + (first_column + column) * stride_bn).to(tl.float32)[None, :]
+
+    offs_n = first_column + tl.arange(0, BLOCK_N)
+    mask = mask_m[:, None] & (offs_n < columns)[None, :]
+    if HALVES == 2:
+        gate, up = split_halves(acc)
+    else:
+        gate = acc
+    if SAVE_PRE:
+        offset, stride = value_rows(expert, first_row, columns, HALVES * N, 1, Offsets, BlockOffsets, HALVES, VARIED)
+        pre_ptrs = Pre + offset + offs_m[:, None] * stride + offs_n[None, :]
+        tl.store(pre_ptrs, gate.to(Pre.dtype.element_ty), mask=mask)
+        if HALVES == 2:
+            tl.store(pre_ptrs + columns, up.to(Pre.dtype.element_ty), mask=mask)
+    if FUNCTION is not None:
+        hidden = function_value(gate, FUNCTION)
+        if HALVES == 2:
+            hidden *= up
+        offset, stride = value_rows(expert, first_row, columns, N, 1, Offsets, BlockOffsets, 1, VARIED)
+        act_ptrs = Act + offset + offs_m[:, None] * stride + offs_n[None, :]
+        tl.store(act_ptrs, hidden.to(Act.dtype.element_ty), mask=mask)
+
+
+def sdd(
+    x: Tensor,
+    w: Tensor,
+    topology: Topology,
+    *,
+    order: Order = "tokens",
+    columns: Columns | None = None,
+    bias: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> BlockSparse:
+    """Dense x dense, kept only where `topology` has blocks.
+
+    Args:
+        x: [T, H], fp16 / bf16 / fp32, any strides; rows are gathered through topology.tokens.
+        w: [E, N, H], [E, 2, N / 2, H] (two halves that lie apart), or flat [sum N_e, H] with `columns`; dtype of x, any
+            strides.
+        topology: M rows over E experts.
+        order: "tokens" reads x through topology.tokens; "rows" says that x is [M, H], sorted already.
+        columns: columns of each expert; required when w is flat.
+        bias: [E, N] or flat [sum N_e], added to every row of its expert.
+        config: tile; chosen from the sizes unless given.
+    Returns:
+        BlockSparse with values [M, N] (flat if columns differ) in the dtype of x; fp32 accumulation. Rows from
+        topology.num_rows on are not written.
+    Raises:
+        ValueError: shapes or devices disagree; TypeError: dtypes.
+    Oracle: reference.sdd. Source: MegaBlocks, arXiv:2211.15841.
+    """
+    weight = fold_halves(stack_weight("sdd", w, topology, columns))
+    check_dense("sdd", x, topology, order, w)
+    pre = x.new_empty(values_shape(topology.num_slots, weight.sparse_columns))
+    _launch(x, weight, topology, order, bias, None, pre, None, config)
+    return BlockSparse(pre, topology, weight.sparse_columns)
+
+
+def sdd_activation(
+    x: Tensor,
+    w: Tensor,
+    topology: Topology,
+    activation: Activation,
+    *,
+    columns: Columns | None = None,
+    bias: Tensor | None = None,
+    save_pre: bool = True,
+    config: GemmConfig | None = None,
+) -> tuple[BlockSparse | None, BlockSparse]:
+    """`activation` of `sdd(x, w)`, fused: (pre-activation or None, hidden activation).
+
+    Args:
+        x: [T, H], read through topology.tokens.
+        w: [E, halves * F, H] or [E, halves, F, H] (any strides, so interleaved gate and up too); flat
+            [sum halves * F_e, H] with `columns`.
+        columns: columns F_e of the hidden activation; required when w is flat.
+        bias: [E, halves * F], [E, halves, F] or flat [sum halves * F_e].
+        save_pre: whether the pre-activation, values [M, halves * F], is written for the backward pass.
+    Otherwise as `sdd`. Oracle: reference.expert_mlp.
+    """
+    weight = stack_weight("sdd", w, topology, columns, activation.halves)
+    check_dense("sdd", x, topology, "tokens", w)
+    act = x.new_empty(values_shape(topology.num_slots, weight.columns))
+    pre = x.new_empty(values_shape(topology.num_slots, weight.sparse_columns)) if save_pre else None
+    _launch(x, weight, topology, "tokens", bias, activation.function, pre, act, config)
+    saved = None if pre is None else BlockSparse(pre, topology, weight.sparse_columns)
+    return saved, BlockSparse(act, topology, weight.columns)
+
+
+def _launch(
+    x: Tensor,
+    weight: StackedWeight,
+    topology: Topology,
+    order: Order,
+    bias: Tensor | None,
+    function: str | None,
+    pre: Tensor | None,
+    act: Tensor | None,
+    config: GemmConfig | None,
+) -> None:
+    bias, bias_strides = stack_bias("sdd", bias, weight)
+    if topology.num_slots == 0:
+        return
+    config = config or row_product_config(topology.num_slots, topology.num_experts, x.dtype, x.device)
+    block_n = max(16, config.block_n // weight.halves)
+    schedule = topology.schedule(config.block_m)
+    tables = ColumnTables.of(topology, weight.columns)
+    columns = weight.columns.widest
+    with on_device(x.device):
+        _sdd_kernel[(schedule.capacity * triton.cdiv(columns, block_n),)](
+            x, weight.data, bias, pre, act,
+            topology.tokens, schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
+            *x.stride(), *weight.strides, *bias_strides,
+            schedule.capacity, weight.hidden_size, columns,
+            BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8,
+            HALVES=weight.halves, VARIED=tables.varied, GATHER=order == "tokens",
+            EVEN_K=weight.hidden_size % config.block_k == 0, HAS_BIAS=bias is not None,
+            FUNCTION=function, SAVE_PRE=pre is not None, PRECISION=fp32_precision(),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip

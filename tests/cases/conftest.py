@@ -1,0 +1,26 @@
+"""Fixtures of the tests of public fault reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.cases.helpers import FreshMemory, free_memory
+from tests.support import DEVICE, HAS_CUDA
+
+
+@pytest.fixture(autouse=True)
+def _free_memory() -> Iterator[None]:
+    """Real sizes take tens of gigabytes: give them back before the next test."""
+    yield
+    if HAS_CUDA:
+        free_memory()
+
+
+@pytest.fixture
+def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> FreshMemory:
+    memory = FreshMemory(monkeypatch)
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    return memory

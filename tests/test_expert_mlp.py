@@ -1,0 +1,194 @@
+"""expert_mlp and combine: values and every gradient against the fp64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocksparse_moe_kernels import ACTIVATIONS, Columns, Topology, reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocksparse_moe import combine, expert_mlp
+
+from .support import (
+    DEVICE,
+    assert_within_budget,
+    each_backend,
+    each_backend_and_dtype,
+    layouts,
+    leaf,
+    randn,
+    routings,
+    sizes,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def draw_weights(data, routing, hidden, dtype, activation, bias):
+    """Named fp64 weights of the layer, and the columns of unequal experts or None."""
+    E, halves = routing.num_experts, ACTIVATIONS[activation].halves
+    equal = data.draw(st.booleans())
+    widths = [data.draw(st.integers(1, 24))] * E if equal else data.draw(st.lists(st.integers(1, 24), min_size=E, max_size=E))
+    columns, total = None if equal else Columns.of(widths), sum(widths)
+    up_shape = (E, halves * widths[0], hidden) if equal else (halves * total, hidden)
+    down_shape = (E, hidden, widths[0]) if equal else (total, hidden)
+    weights = {
+        "up_proj": randn(*up_shape, dtype=dtype, scale=hidden**-0.5),
+        "down_proj": randn(*down_shape, dtype=dtype, scale=0.5),
+    }
+    if bias:
+        weights["up_proj_bias"] = randn(*up_shape[:-1], dtype=dtype)
+        weights["down_proj_bias"] = randn(E, hidden, dtype=dtype)
+    return weights, columns
+
+
+@each_backend_and_dtype
+@given(data=st.data())
+def test_expert_mlp(backend, dtype, data):
+    routing = data.draw(routings())
+    topology, hidden = routing.topology, data.draw(sizes)
+    activation = data.draw(st.sampled_from(sorted(ACTIVATIONS)))
+    weights, columns = draw_weights(data, routing, hidden, dtype, activation, data.draw(st.booleans()))
+    inputs = {"x": randn(topology.num_tokens, hidden, dtype=dtype)} | weights
+    weights_dtype = data.draw(st.sampled_from([dtype, torch.promote_types(dtype, torch.float32)]))
+    if data.draw(st.booleans()):
+        inputs["routing_weights"] = randn(*routing.expert_ids.shape, dtype=weights_dtype)
+    grad = randn(topology.num_tokens, hidden, dtype=dtype)
+    chosen_layouts = {name: data.draw(layouts) for name in inputs}
+
+    def run(function, precision, **options):
+        leaves = {}
+        for name, value in inputs.items():
+            narrow = weights_dtype if name == "routing_weights" and precision != torch.float64 else precision
+            leaves[name] = leaf(value, narrow, chosen_layouts[name])
+        y = function(
+            leaves["x"],
+            topology,
+            **{k: v for k, v in leaves.items() if k != "x"},
+            activation=activation,
+            columns=columns,
+            **options,
+        )
+        grads = torch.autograd.grad(y, list(leaves.values()), grad.to(precision))
+        for name, value in zip(leaves, grads, strict=True):
+            assert value.dtype == leaves[name].dtype
+        with torch.no_grad():
+            x = leaves.pop("x")
+            without_grad = function(x, topology, **leaves, activation=activation, columns=columns, **options)
+        tolerance = 4 * torch.finfo(y.dtype).eps
+        torch.testing.assert_close(without_grad, y, rtol=tolerance, atol=tolerance * float(y.abs().max() if y.numel() else 0))
+        return y, *grads
+
+    ours = run(expert_mlp, dtype, backend=backend)
+    oracle = run(reference.expert_mlp, torch.float64)
+    torchs = run(reference.expert_mlp, dtype)
+    for name, *results in zip(("y", *inputs), ours, oracle, torchs, strict=True):
+        assert_within_budget(name, *results, dtype)
+    here = (routing.expert_ids >= 0) & (routing.expert_ids < routing.num_experts)
+    if "routing_weights" in inputs:
+        assert not ours[-1][~here].any(), "a dropped slot has exactly zero gradient"
+    if columns is None:
+        unused = topology.counts == 0
+        for name, value in zip(inputs, ours[1:], strict=True):
+            if name in weights:
+                assert not value[unused].any(), f"an expert without rows has exactly zero gradient of {name}"
+
+
+@each_backend_and_dtype
+@given(data=st.data())
+def test_combine(backend, dtype, data):
+    routing = data.draw(routings())
+    topology, hidden = routing.topology, data.draw(sizes)
+    y, weights = randn(topology.num_slots, hidden, dtype=dtype), randn(*routing.expert_ids.shape, dtype=dtype)
+    grad = randn(topology.num_tokens, hidden, dtype=dtype)
+    weighted, layout = data.draw(st.booleans()), data.draw(layouts)
+
+    def run(function, precision, **options):
+        leaves = [leaf(y, precision, layout), *([leaf(weights, precision)] if weighted else [])]
+        out = function(leaves[0], topology, *leaves[1:], **options)
+        return out, *torch.autograd.grad(out, leaves, grad.to(precision))
+
+    names = ("out", "dy", "dweights") if weighted else ("out", "dy")
+    ours, oracle = run(combine, dtype, backend=backend), run(reference.combine, torch.float64)
+    for name, *results in zip(names, ours, oracle, run(reference.combine, dtype), strict=True):
+        assert_within_budget(name, *results, dtype)
+
+
+@each_backend
+@given(data=st.data())
+def test_pairs_of_any_number_per_token(backend, data):
+    """A topology of (token, expert) pairs computes what the same choices as ids with dropped slots compute."""
+    num_tokens, num_experts, hidden = 5, 3, 12
+    chosen = data.draw(st.lists(st.tuples(st.integers(0, num_tokens - 1), st.integers(0, num_experts - 1)), max_size=12))
+    tokens = torch.tensor([token for token, _ in chosen], dtype=torch.int64, device=DEVICE)
+    experts = torch.tensor([expert for _, expert in chosen], dtype=torch.int64, device=DEVICE)
+    topology = Topology.from_pairs(tokens, experts, num_tokens=num_tokens, num_experts=num_experts)
+    x, weights = randn(num_tokens, hidden).float(), randn(len(chosen)).float()
+    up, down = randn(num_experts, 10, hidden).float(), randn(num_experts, hidden, 5).float()
+    leaves = [tensor.requires_grad_() for tensor in (x, up, down, weights)]
+    y = expert_mlp(x, topology, up, down, weights, backend=backend)
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    for pair, (token, expert) in enumerate(chosen):
+        gate, value = (up[expert].double() @ x[token].double()).chunk(2)
+        row = weights[pair].double() * (down[expert].double() @ (torch.nn.functional.silu(gate) * value))
+        expected = expected.index_add(0, torch.tensor([token], device=DEVICE), row[None])
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    if chosen:
+        for ours, oracle in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True):
+            torch.testing.assert_close(ours, oracle, rtol=1e-3, atol=1e-3)
+
+
+@each_backend
+@given(data=st.data())
+def test_permuting_tokens_permutes_the_result(backend, data):
+    routing = data.draw(routings())
+    T, E = routing.expert_ids.shape[0], routing.num_experts
+    x, up, down = randn(T, 16).float(), randn(E, 12, 16).float(), randn(E, 16, 6).float()
+    order = torch.randperm(T).to(DEVICE)
+    y = expert_mlp(x, routing.topology, up, down, backend=backend)
+    permuted = Topology.from_ids(routing.expert_ids[order], E)
+    moved = expert_mlp(x[order], permuted, up, down, backend=backend)
+    torch.testing.assert_close(moved, y[order], rtol=1e-5, atol=1e-5 * float(y.abs().max()) if y.numel() else 0)
+
+
+@each_backend
+def test_two_runs_are_bitwise_equal(backend):
+    ids = torch.randint(0, 4, (16, 2), device=DEVICE)
+    leaves = [t.float().requires_grad_() for t in (randn(16, 24), randn(4, 20, 24), randn(4, 24, 10), randn(16, 2))]
+
+    def run():
+        y = expert_mlp(leaves[0], Topology.from_ids(ids, 4), *leaves[1:], backend=backend)
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(up_proj=(3, 9, 8)), r"a gated up_proj is \[E, 2F, H\]"),
+        (dict(up_proj=(2, 10, 8)), r"the topology covers 3 experts, so up_proj must be \[3, 2F, H\]"),
+        (dict(down_proj=(3, 8, 4)), r"so up_proj must be \[3, 2F, H\] and down_proj \[3, H, F\]"),
+        (dict(down_proj=(15, 8)), r"Flat weights of unequal experts need columns"),
+        (dict(x=(5, 8)), r"the dense operand must be \[2, H\]"),
+        (dict(routing_weights=(3, 1)), "one entry for each of the 2 slots"),
+    ],
+)
+@each_backend
+def test_errors_say_what_to_do(backend, change, message):
+    topology = Topology.from_ids(torch.tensor([[0], [2]], device=DEVICE), 3)
+    shapes = {"x": (2, 8), "up_proj": (3, 10, 8), "down_proj": (3, 8, 5), "routing_weights": (2, 1)} | change
+    tensors = {name: torch.randn(shape, device=DEVICE) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        expert_mlp(tensors.pop("x"), topology, **tensors, backend=backend)
+
+
+def test_unknown_names_are_refused():
+    topology = Topology.from_ids(torch.tensor([[0]], device=DEVICE), 1)
+    x, up, down = torch.randn(1, 4, device=DEVICE), torch.randn(1, 6, 4, device=DEVICE), torch.randn(1, 4, 3, device=DEVICE)
+    with pytest.raises(ValueError, match="'swish' is not known; choose one of swiglu"):
+        expert_mlp(x, topology, up, down, activation="swish")
+    with pytest.raises(ValueError, match="choose"):
+        expert_mlp(x, topology, up, down, backend="cuda")
