@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from . import __version__
 
 app = typer.Typer(
     name="blocksparse-moe",
@@ -19,7 +20,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"blocksparse-moe {metadata.version('blocksparse-moe')}")
+        typer.echo(f"blocksparse-moe {__version__}")
         raise typer.Exit
 
 
@@ -60,20 +61,20 @@ def demo(
     """
     from .demo import DemoError, Settings, run
 
-    settings = Settings(
-        steps=steps,
-        device=device,
-        backend=backend,
-        dtype=dtype,
-        text=text,
-        output=output,
-        seed=seed,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        experts=experts,
-        top_k=top_k,
-    )
     try:
+        settings = Settings(
+            steps=steps,
+            device=device,
+            backend=backend,
+            dtype=dtype,
+            text=text,
+            output=output,
+            seed=seed,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            experts=experts,
+            top_k=top_k,
+        )
         code = run(settings)
     except DemoError as error:
         typer.echo(f"blocksparse-moe demo: {error}", err=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from blocksparse_moe_kernels import Columns, Topology, get_activation
 
+from .autocast import autocast_dtype
 from .backends import ExpertSpec, ExpertWeights, check_name, report, select
 from .router import Router, RouterConfig, RouterOutput
 
@@ -134,8 +135,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: Tensor, topology: Topology, routing_weights: Tensor | None = None) -> Tensor:
-        device = x.device.type
-        spec = self.spec(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+        spec = self.spec(autocast_dtype(x.device))
         backend, _ = select(self.backend, spec)
         return backend.experts(x, topology, routing_weights, self.weights, spec)
 
@@ -187,7 +187,7 @@ class dMoE(nn.Module):
         self.experts.reset_parameters()
 
     def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, RouterOutput]:
-        if x.shape[-1] != self.config.hidden_size:
+        if x.shape[-1:] != (self.config.hidden_size,):
             raise ValueError(f"dMoE: the input must be [..., {self.config.hidden_size}]; got {list(x.shape)}.")
         tokens = x.reshape(-1, self.config.hidden_size)
         routing = self.router(tokens)

@@ -20,6 +20,7 @@ from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activati
 from blocksparse_moe_kernels.reference import Order
 
 from . import custom_ops as custom_ops
+from .autocast import autocast_dtype
 from .custom_ops.define import flatten
 from .products import choose
 
@@ -134,8 +135,8 @@ def expert_mlp(
     Oracle: reference.expert_mlp. Source: MegaBlocks, arXiv:2211.15841.
     """
     halves = get_activation(activation).halves
-    out_dtype = _autocast_dtype(x) or x.dtype
-    dtype = _autocast_dtype(x) or up_proj.dtype
+    out_dtype = autocast_dtype(x.device) or x.dtype
+    dtype = autocast_dtype(x.device) or up_proj.dtype
     x, up_proj, down_proj = x.to(dtype), up_proj.to(dtype), down_proj.to(dtype)
     up_proj_bias = None if up_proj_bias is None else up_proj_bias.to(dtype)
     down_proj_bias = None if down_proj_bias is None else down_proj_bias.to(dtype)
@@ -216,11 +217,6 @@ def _expert_weights(
     return up_proj, down_proj, up_proj_bias, None
 
 
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    dtype = _autocast_dtype(tensors[0])
+    dtype = autocast_dtype(tensors[0].device)
     return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)

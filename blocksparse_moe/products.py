@@ -34,7 +34,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if name == "torch":
         return None if dtype.is_floating_point else f"needs a floating dtype; got {dtype}"
     if name != "triton":
-        return f'is not known; choose "triton" or "torch" (or "auto"); got {name!r}'
+        return "is not known; choose one of auto, triton, torch"
     if find_spec("triton") is None:
         return "needs Triton, which is not installed (pip install triton)"
     if dtype not in _TRITON_DTYPES:
@@ -65,7 +65,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Impleme
     if reason is None:
         return name, "asked for"  # type: ignore[return-value]
     if name not in ("torch", "triton"):
-        raise ValueError(f"backend: {reason}.")
+        raise ValueError(f"backend: {name!r} {reason}.")
     raise NotImplementedError(f"backend {name!r} {reason}.")
 
 

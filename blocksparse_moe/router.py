@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .autocast import without_autocast
+
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -105,7 +107,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, x: Tensor) -> RouterOutput:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             logits = F.linear(x.float(), self.weight.float())
             weights, expert_ids = logits.softmax(dim=-1).topk(self.config.top_k, dim=-1)
             if self.config.normalize:

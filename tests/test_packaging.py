@@ -226,14 +226,15 @@ def test_import_is_light():
 import sys, time, torch
 def forbidden(*args): raise AssertionError("importing blocksparse_moe called CUDA")
 torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = forbidden
-torch._C._cuda_init = torch._C._cuda_getDeviceCount = forbidden
 before, start = set(sys.modules), time.process_time()
 import blocksparse_moe, blocksparse_moe_kernels
 print(time.process_time() - start)
-heavy = {"triton", "transformers", "transformer_engine", "stk", "matplotlib", "peft"}
-assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)
+print(*(set(sys.modules) - before))
 """
-    assert statistics.median(float(python(code)) for _ in range(5)) < 0.3
+    outputs = [python(code).split() for _ in range(5)]
+    heavy = {"torch._dynamo", "triton", "transformers", "transformer_engine", "stk", "matplotlib", "peft"}
+    assert not heavy & set(outputs[0])
+    assert statistics.median(float(seconds) for seconds, *_ in outputs) < 0.3
 
 
 @pytest.mark.case("T4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,15 +52,15 @@ class Report:
         )
 
     def say(self, message: str) -> None:
-        self.console.print(message, markup=False, highlight=False)
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     # ---------------------------------------------------------------- while it runs
 
-    def start(self, settings: Settings, text: Text, parameters: int, curves: dict[str, Curve], backend: str) -> None:
+    def start(self, settings: Settings, text: Text, parameters: int, backend: str) -> None:
         device = settings.torch_device
         found = versions(device)
         facts = {
-            "model": f"Mixtral of {parameters:,} parameters in {settings.dtype}: {settings.experts} experts, top {settings.top_k}",
+            "model": f"Mixtral, {parameters:,} parameters, {settings.experts} experts, top {settings.top_k}, {settings.dtype}",
             "text": f"{text.source}, {len(text.data):,} bytes",
             "batches": f"{settings.batch_size} × {settings.sequence_length} bytes, seed {settings.seed}",
             "device": f"{device} ({found.pop('device')})",
@@ -71,9 +72,6 @@ class Report:
             table.add_row(Line(name, style="dim"), Line(fact))
         title = "The same training three times: eager, grouped_mm, blocksparse"
         self.console.print(Panel(table, title=title, title_align="left", box=box.ROUNDED))
-        for curve in curves.values():
-            if curve.obstacle:
-                self.say(f"{curve.name} cannot run here and is left out: {curve.obstacle}")
         self._task = self._progress.add_task("training", total=settings.steps, loss="")
         self._progress.start()
 
@@ -98,38 +96,30 @@ class Report:
         (folder / "metrics.json").write_text(results.to_json())
         _loss_figure(results).savefig(folder / "loss.png", dpi=150)
         _load_figure(results).savefig(folder / "load.png", dpi=150)
-        self.say(f"\nWrote {', '.join(str(folder / name) for name in ('metrics.json', 'loss.png', 'load.png'))}")
+        self.say(f"\nWrote metrics.json, loss.png and load.png into {folder}")
 
     def _loads(self, results: Results) -> Group:
         """Heat maps in the terminal, one a layer: experts down, steps across."""
         loads = _relative_loads(results)
-        room = self.console.width - 24
-        columns = min(room, loads.shape[2])
-        cell = max(1, room // columns)
+        room = self.console.width - 26
         top = loads.max().item()
         lines = [Line("Load of every expert, step by step", style="bold")]
         for layer, load in enumerate(loads):
             lines.append(Line(f"layer {layer}", style="dim"))
-            for expert, cells in enumerate(F.adaptive_avg_pool1d(load, columns)):
-                line = Line(f"expert {expert:>3}  ")
-                for value in cells.tolist():
-                    line.append_text(self._cell(value / top, cell))
-                line.append(f"  {load[expert].mean().item():5.2f} × mean", style="dim")
-                lines.append(line)
-        scale = Line("no row ", style="dim")
-        for step in range(24):
-            scale.append_text(self._cell(step / 23, 1))
-        scale.append(
-            f" {top:.1f} × the mean load of {results.slots // results.loads[..., 0].numel() // results.steps} rows", style="dim"
-        )
-        return Group(*lines, scale)
+            for expert, cells in enumerate(F.adaptive_avg_pool1d(load, room)):
+                cells = [self._cell(value / top) for value in cells.tolist()]
+                lines.append(Line.assemble(f"expert {expert:<3}  ", *cells, (f"  {load[expert].mean():5.2f} × mean", "dim")))
+        mean = results.slots // results.loads[..., 0].numel() // results.steps
+        scale = [self._cell(share / 23) for share in range(24)]
+        lines.append(Line.assemble(("no row ", "dim"), *scale, (f" {top:.1f} × the mean load of {mean} rows", "dim")))
+        return Group(*lines)
 
-    def _cell(self, share: float, width: int) -> Line:
+    def _cell(self, share: float) -> Line:
         """`share` of the largest load as a colour, or as a shade where the terminal has no colours."""
         if self.console.color_system is None:
-            return Line(SHADES[round(share * (len(SHADES) - 1))] * width)
+            return Line(SHADES[round(share * (len(SHADES) - 1))])
         red, green, blue, _ = colormaps[MAP](share, bytes=True)
-        return Line("█" * width, style=Style(color=Color.from_rgb(int(red), int(green), int(blue))))
+        return Line("█", style=Style(color=Color.from_rgb(int(red), int(green), int(blue))))
 
 
 def _curves(results: Results) -> Table:
@@ -147,7 +137,8 @@ def _curves(results: Results) -> Table:
         speed = curve.tokens_per_second(tokens)
         ratio = speed / results.curves[EAGER].tokens_per_second(tokens)
         ends = f"{curve.losses[0]:.4f}", f"{curve.losses[-1]:.4f}"
-        table.add_row(title, ends[0], _sparkline(curve.losses), ends[1], f"{speed:,.0f}", f"{ratio:.2f} ×")
+        sparkline = Line(_sparkline(curve.losses), style=COLOURS[name])
+        table.add_row(title, ends[0], sparkline, ends[1], f"{speed:,.0f}", f"{ratio:.2f} ×")
     return table
 
 
@@ -197,7 +188,7 @@ def _verdict(check: Check) -> Line:
 
 
 def _sample(results: Results) -> Panel:
-    line = Line(results.prompt, style="dim") + Line(results.sample)
+    line = Line.assemble((results.prompt, "dim"), results.sample)
     title = "The trained model writes on [dim](dim: what it was given)[/]"
     return Panel(line, title=title, title_align="left", box=box.ROUNDED)
 
@@ -212,7 +203,11 @@ def _loss_figure(results: Results) -> Figure:
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    styles = {EAGER: {"linewidth": 6, "alpha": 0.5}, GROUPED_MM: {"linewidth": 3}, OURS: {"linewidth": 1.2}}
+    styles: dict[str, dict[str, Any]] = {
+        EAGER: {"linewidth": 6, "alpha": 0.5},
+        GROUPED_MM: {"linewidth": 3},
+        OURS: {"linewidth": 1.2},
+    }
     for name, curve in results.curves.items():
         if curve.obstacle:
             continue
@@ -246,7 +241,7 @@ def _load_figure(results: Results) -> Figure:
     for layer, (axes, load) in enumerate(zip(all_axes, loads, strict=True)):
         extent = (0.5, steps + 0.5, experts - 0.5, -0.5)
         image = axes.imshow(
-            load, aspect="auto", interpolation="nearest", cmap=MAP, vmin=0, vmax=loads.max().item(), extent=extent
+            load.numpy(), aspect="auto", interpolation="nearest", cmap=MAP, vmin=0, vmax=loads.max().item(), extent=extent
         )
         axes.set_ylabel(f"layer {layer}: expert")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))

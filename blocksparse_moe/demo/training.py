@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from blocksparse_moe_kernels import Topology
 from blocksparse_moe_kernels.config import choose_block_m
@@ -25,16 +26,20 @@ from .settings import DemoError, Settings, Text
 
 LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 40
+ROUTER_SHARE = 0.1
 GRADIENT_NORM = 1.0
-SAMPLE_BYTES = 240
+SAMPLE_BYTES = 200
 SAMPLE_SECONDS = 20.0
 
 
 class Observer(Protocol):
     """Who is told how the training goes."""
 
-    def start(self, settings: Settings, text: Text, parameters: int, curves: dict[str, Curve], backend: str) -> None:
-        """Before the first step."""
+    def start(self, settings: Settings, text: Text, parameters: int, backend: str) -> None:
+        """Before anything is computed."""
+
+    def say(self, message: str) -> None:
+        """What else a person should know."""
 
     def step(self, curves: dict[str, Curve]) -> None:
         """After a step of every training."""
@@ -49,7 +54,10 @@ class Training:
     def __init__(self, name: str, model: transformers.MixtralForCausalLM) -> None:
         self.curve = Curve(name)
         self.model = copy.deepcopy(model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95))
+        routers = [parameter for name, parameter in self.model.named_parameters() if name.endswith("gate.weight")]
+        others = [parameter for name, parameter in self.model.named_parameters() if not name.endswith("gate.weight")]
+        groups = [{"params": others, "share": 1.0}, {"params": routers, "share": ROUTER_SHARE}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
     def gradients(self, batch: Tensor) -> dict[str, Tensor]:
         """Of the loss of one batch, by parameter; the model stays as it is."""
@@ -63,7 +71,7 @@ class Training:
         _synchronize(batch.device)
         begin = time.perf_counter()
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
         clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
@@ -91,8 +99,8 @@ class ScheduleRecorder:
         self._ids: list[Tensor] = []
         self._hooks = []
         for module in model.modules():
-            if type(module).__name__ == "MixtralExperts":
-                self._num_experts = module.num_experts
+            if isinstance(module, MixtralExperts):
+                self._num_experts: int = module.num_experts
                 self._hooks.append(module.register_forward_pre_hook(self._keep_ids))
 
     def count(self) -> None:
@@ -143,20 +151,25 @@ def train(settings: Settings, text: Text, observer: Observer) -> Results | None:
     backend = "; ".join(dict.fromkeys(str(layer).partition(": ")[2] for layer in handle.layers))
 
     with _first_interrupt() as interrupted:
-        _compare_gradients(trainings, text.batch(settings, torch.Generator().manual_seed(settings.seed)))
-        observer.start(settings, text, sum(p.numel() for p in model.parameters()), curves, backend)
-        generator = torch.Generator().manual_seed(settings.seed)
-        recorder = ScheduleRecorder(ours.model)
-        for step in range(settings.steps):
-            if interrupted.is_set():
-                break
-            batch = text.batch(settings, generator)
-            for training in trainings:
-                if training.curve.obstacle is None:
-                    training.step(batch, _learning_rate(step, settings.steps))
-            recorder.count()
-            observer.step(curves)
-        observer.stop()
+        observer.start(settings, text, sum(parameter.numel() for parameter in model.parameters()), backend)
+        try:
+            _compare_gradients(trainings, text.batch(settings, torch.Generator().manual_seed(settings.seed)))
+            for curve in curves.values():
+                if curve.obstacle:
+                    observer.say(f"{curve.name} cannot run here and is left out: {curve.obstacle}")
+            generator = torch.Generator().manual_seed(settings.seed)
+            recorder = ScheduleRecorder(ours.model)
+            for step in range(settings.steps):
+                if interrupted.is_set():
+                    break
+                batch = text.batch(settings, generator)
+                for training in trainings:
+                    if training.curve.obstacle is None:
+                        training.step(batch, _learning_rate(step, settings.steps))
+                recorder.count()
+                observer.step(curves)
+        finally:
+            observer.stop()
         recorder.remove()
         if not recorder.loads:
             return None
@@ -254,7 +267,15 @@ def _write_on(model: transformers.MixtralForCausalLM, text: Text, settings: Sett
         temperature=0.7,
         output_router_logits=False,
     )
-    return prompt.decode(errors="replace"), bytes(written[0, len(prompt) :].tolist()).decode(errors="replace")
+    return _readable(prompt), _readable(bytes(written[0, len(prompt) :].tolist()))
+
+
+def _readable(content: bytes) -> str:
+    """As UTF-8, without what a terminal would obey."""
+    characters = content.decode(errors="replace").expandtabs(4)
+    return "".join(
+        character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}" for character in characters
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ and the switch survives `deepcopy` and pickling.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +171,10 @@ def why_not(module: Any) -> str | None:
     for flag, value in _FLAGS.items():
         if getattr(module, flag, value) != value:
             return f"{type(module).__name__} has {flag}={getattr(module, flag)}; only {value} is supported"
-    if type(module)._apply_gate is not _default_apply_gate:
+    for flag, default in _unknown_flags().items():
+        if getattr(module, flag, default) != default:
+            return f"{type(module).__name__} has {flag}={getattr(module, flag)}, which this version does not know"
+    if getattr(module._apply_gate, "__func__", module._apply_gate) is not _default_apply_gate:
         return f"{type(module).__name__} has a gate of its own"
     if _activation(module) is None:
         return f"its activation {type(module.act_fn).__name__} is not known here"
@@ -190,7 +194,20 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _activation(module: Any) -> str | None:
+    """The gated activation, a key of `ACTIVATIONS`, that the module computes; None if it is not known."""
+    if getattr(module.act_fn, "approximate", "none") == "tanh":
+        return "geglu_tanh"
     return _GATED.get(type(module.act_fn).__name__)
+
+
+@torch.compiler.assume_constant_result
+def _unknown_flags() -> dict[str, object]:
+    """Flags of the installed experts interface that this version does not know, with their defaults."""
+    from transformers.integrations import moe
+
+    parameters = inspect.signature(moe.use_experts_implementation).parameters.values()
+    known = {"experts_class", "experts_interface", *_FLAGS}
+    return {parameter.name: parameter.default for parameter in parameters if parameter.name not in known}
 
 
 def _experts_forward(module: Any, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:

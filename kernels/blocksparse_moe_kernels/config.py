@@ -28,6 +28,12 @@ class GemmConfig:
     num_warps: int
     num_stages: int
 
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"GemmConfig: {name} must be a power of two of at least 16, as tensor cores need; got {size}.")
+
 
 def architecture_of(device: torch.device) -> int:
     """The architecture whose tiles suit `device`: the newest known one that is not newer; sm_90 for the interpreter."""

@@ -133,7 +133,7 @@ class Topology:
             )
         _checked_ids("Topology.from_counts", "counts", counts, counts.numel())
         _check_int32("Topology.from_counts", num_rows)
-        ends = counts.long().clamp(min=0).cumsum(0).clamp(max=num_rows).int()
+        ends = counts.long().clamp(0, num_rows).cumsum(0).clamp(max=num_rows).int()
         offsets = torch.cat((ends.new_zeros(1), ends))
         row = torch.arange(num_rows, dtype=torch.int32, device=counts.device)
         rows = torch.where(row < ends[-1], row, -1)
@@ -205,7 +205,7 @@ class Topology:
     def row_experts(self) -> Tensor:
         """[M] int64, expert of each row; E for dropped rows."""
         row = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
-        return torch.searchsorted(self.offsets[1:], row, right=True)
+        return torch.searchsorted(self.offsets, row, right=True) - 1
 
     def schedule(self, block_m: int) -> Schedule:
         """Row tiles of height `block_m` (at least 1), made now unless a constructor was asked for them."""
@@ -236,12 +236,12 @@ class Topology:
         if columns is not None:
             check_columns("Topology.to_dense_mask", self, columns)
             column = torch.arange(columns.total, device=self.device)
-            column_experts = torch.searchsorted(column_offsets(columns, self.device)[1:], column, right=True)
+            column_experts = torch.searchsorted(column_offsets(columns, self.device), column, right=True) - 1
         return self.row_experts()[:, None] == column_experts
 
     def __str__(self) -> str:
         lines = [f"Topology: {self.num_tokens} tokens, {self.num_slots} slots, {self.num_experts} experts on {self.device}"]
-        if self.device.type == "meta" or self.num_experts == 0:
+        if self.device.type == "meta":
             return lines[0]
         counts = self.counts.tolist()
         kept, fewest, most = sum(counts), min(counts), max(counts)

@@ -129,16 +129,11 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Ten
     if offsets is None:
         last = topology.num_slots + 1
         offsets = torch.arange(0, last, topology.slots_per_token, dtype=torch.int32, device=y.device)
-    unused_row = topology.num_slots - 1
-    out = F.embedding_bag(
-        torch.where(rows < 0, unused_row, rows),
-        y.to(dtype),
-        offsets,
-        mode="sum",
-        per_sample_weights=weights,
-        include_last_offset=True,
-        padding_idx=unused_row if num_rows < topology.num_slots else None,
-    )
+    wide = y.to(dtype)
+    if num_rows < topology.num_slots:  # dropped slots take a row of zeros, whatever lies in the tail or in their weights
+        wide = F.pad(wide[:num_rows], (0, 0, 0, 1))
+        rows, weights = torch.where(rows < 0, num_rows, rows), torch.where(rows < 0, 0, weights)
+    out = F.embedding_bag(rows, wide, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
     return out.to(y.dtype)
 
 

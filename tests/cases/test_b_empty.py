@@ -49,7 +49,10 @@ def test_experts_without_rows_have_zero_gradients(backend, counts, hidden, ffn):
 )
 def test_gradients_of_unused_experts_are_written(backend, num_tokens, hidden, ffn, fresh_memory):
     """MSLK PR 158 and 97: the gradient buffer is allocated without being written, so idle experts keep NaN of old bytes."""
-    num_experts = 256 if HAS_CUDA or backend == "torch" else 40
+    if backend == "triton" and not HAS_CUDA:
+        num_experts, num_tokens = 24, num_tokens // 4
+    else:
+        num_experts = 256
     problem = Problem.draw(hidden, ffn, num_experts, torch.randint(num_experts, (num_tokens, 1)))
     dirty_allocator(problem.up_proj.shape, problem.down_proj.shape, problem.x.shape, dtype=problem.x.dtype)
     ours = problem.ours(backend)

@@ -50,8 +50,8 @@ def test_hidden_that_is_no_multiple_of_the_tile(backend, hidden):
     """DeepEP PR 413, vLLM PR 49087: a grid by floor division drops the last columns; hidden below a tile gives zeros."""
     num_tokens, ffn = (1000, 512) if HAS_CUDA else (6, 24)
     ours = Problem.draw(hidden, ffn, 2, distinct_ids(num_tokens, 2, 2)).check(backend)
-    assert ours.y[:, -1].abs().min() > 0
-    assert ours.x[:, -1].abs().min() > 0
+    for result in (ours.y, ours.x):  # a single bf16 sum may come out as zero, a column may not
+        assert (result[:, -1] != 0).double().mean() > 0.9
     assert ours.up_proj[..., -1].abs().min() > 0
     assert ours.down_proj[:, -1].abs().min() > 0
 
@@ -79,24 +79,25 @@ def test_nothing_is_read_past_an_operand(backend, activation, fresh_memory):
 
 @pytest.mark.case("C6")
 @each_backend
-@pytest.mark.parametrize("num_tokens", range(1, 18))
-def test_few_tokens_match_a_batch(backend, num_tokens):
+def test_few_tokens_match_a_batch(backend):
     """aiter PR 4041, sglang-jax 1193: decode of one or a few tokens is wrong or refused, which batching hides."""
-    E, K, H, F_ = (128, 8, 2048, 768) if HAS_CUDA else (16, 4, 32, 24)
-    if backend == "triton" and not HAS_CUDA and num_tokens not in (1, 2, 16, 17):
-        pytest.skip("Triton's interpreter is too slow for every count; runs 1, 2, 16 and 17")
-    problem = Problem.draw(H, F_, E, distinct_ids(64, E, K))
-    few = replace(
-        problem,
-        x=problem.x[:num_tokens],
-        expert_ids=problem.expert_ids[:num_tokens],
-        weights=problem.weights[:num_tokens],
-        grad=problem.grad[:num_tokens],
-    )
-    small, batch = few.ours(backend), problem.ours(backend)
-    for name in ("y", "x", "weights"):
-        found, expected = getattr(small, name), getattr(batch, name)[:num_tokens]
-        assert relative_error(found, expected) <= 8 * torch.finfo(DTYPE).eps, name
+    E, K, H, ffn = (128, 8, 2048, 768) if HAS_CUDA else (16, 4, 32, 24)
+    counts, num_tokens = range(1, 18), 64
+    if backend == "triton" and not HAS_CUDA:
+        E, K, counts, num_tokens = 6, 2, (1, 2, 17), 24
+    problem = Problem.draw(H, ffn, E, distinct_ids(num_tokens, E, K))
+    batch = problem.ours(backend)
+    for count in counts:
+        few = replace(
+            problem,
+            x=problem.x[:count],
+            expert_ids=problem.expert_ids[:count],
+            weights=problem.weights[:count],
+            grad=problem.grad[:count],
+        ).ours(backend)
+        for name in ("y", "x", "weights"):
+            found, expected = getattr(few, name), getattr(batch, name)[:count]
+            assert relative_error(found, expected) <= 8 * torch.finfo(DTYPE).eps, f"{name} of {count} tokens"
 
 
 @pytest.mark.case("C7")
@@ -129,7 +130,7 @@ def test_router_refuses_more_choices_than_experts():
 @each_backend
 def test_given_ids_may_outnumber_experts(backend):
     """aiter PR 5009: sixteen given choices of eight experts, so experts repeat and their contributions add up."""
-    Problem.draw(16, 12, 8, torch.randint(8, (5, 16))).check(backend)
+    Problem.draw(16, 12, 8, torch.randint(8, (2, 16))).check(backend)
 
 
 @pytest.mark.case("C8")
@@ -176,9 +177,9 @@ def test_every_tile_of_sdd(config, dtype):
     assert_within_budget("s", used(found, rows), used(expected, rows), used(reference.sdd(x, w, rows).values, rows), dtype)
     swiglu = get_activation("swiglu")
     pre, hidden = kernels.sdd_activation(x, w, rows, swiglu, config=config)
-    assert torch.equal(used(pre.values, rows), used(found, rows))
-    in_dtype = swiglu(used(reference.sdd(x, w, rows).values, rows))
-    assert_within_budget("hidden", used(hidden.values, rows), swiglu(used(expected, rows)), in_dtype, dtype)
+    in_dtype = used(reference.sdd(x, w, rows).values, rows)
+    assert_within_budget("pre", used(pre.values, rows), used(expected, rows), in_dtype, dtype)
+    assert_within_budget("hidden", used(hidden.values, rows), swiglu(used(expected, rows)), swiglu(in_dtype), dtype)
 
 
 @pytest.mark.case("C3", "G6")

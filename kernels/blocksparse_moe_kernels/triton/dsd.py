@@ -60,6 +60,7 @@ def _dsd_kernel(
     s_rows = S + s_offset + tl.where(mask_m, offs_m, 0)[:, None] * s_stride
     W += w_offset + first_column.to(tl.int64) * stride_wh
 
+    zero = tl.load(Offsets).to(tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for half in tl.static_range(HALVES):
         s_ptrs = s_rows + (half * columns + offs_k)[None, :] * stride_sn
@@ -72,7 +73,7 @@ def _dsd_kernel(
                 mask_k = offs_k < columns - k
                 s = tl.load(s_ptrs, mask=mask_k[None, :], other=0.0)
                 w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
-            acc = dot(s, w, acc, PRECISION)
+            acc = dot(s, w, acc, zero, PRECISION)
             s_ptrs += BLOCK_K * stride_sn
             w_ptrs += BLOCK_K * stride_wn
 

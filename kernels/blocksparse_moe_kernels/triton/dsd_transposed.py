@@ -67,6 +67,7 @@ def _dsd_transposed_kernel(
     row = first_row + offs_k
     if GATHER:
         row = tl.load(Tokens + offs_k, mask=offs_k < num_rows, other=0)
+    zero = tl.load(Offsets).to(tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, num_rows, BLOCK_K):
         mask_k = offs_k < num_rows - k
@@ -78,7 +79,7 @@ def _dsd_transposed_kernel(
             row = tl.load(Tokens + following, mask=following < num_rows, other=0)
         else:
             row += BLOCK_K
-        acc = dot(s, x, acc, PRECISION)
+        acc = dot(s, x, acc, zero, PRECISION)
         s_ptrs += BLOCK_K * s_stride
 
     Out += out_offset + half * out_half + first_column.to(tl.int64) * stride_on + first_hidden.to(tl.int64) * stride_oh

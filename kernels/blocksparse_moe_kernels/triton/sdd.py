@@ -65,6 +65,7 @@ def _sdd_kernel(
     W += w_offset + first_column.to(tl.int64) * stride_wn
     w_ptrs = W + (half * w_half)[None, :] + column[None, :] * stride_wn + offs_k[:, None] * stride_wh
 
+    zero = tl.load(Offsets).to(tl.float32)
     acc = tl.zeros((BLOCK_M, HALVES * BLOCK_N), tl.float32)
     for k in range(0, H, BLOCK_K):
         if EVEN_K:
@@ -74,7 +75,7 @@ def _sdd_kernel(
             mask_k = offs_k < H - k
             x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
-        acc = dot(x, w, acc, PRECISION)
+        acc = dot(x, w, acc, zero, PRECISION)
         x_ptrs += BLOCK_K * stride_xh
         w_ptrs += BLOCK_K * stride_wh
 

@@ -14,12 +14,19 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. The interpreter multiplies the bits of bf16 as integers, so there the operands are widened first."""
+def dot(a, b, acc, zero, PRECISION: tl.constexpr):
+    """acc + a @ b. The interpreter multiplies the bits of bf16 as integers, so there the operands are widened first.
+
+    fp32 is summed block by block: one chain of additions over the whole reduction is several times less exact than cuBLAS.
+    `zero` is a 0.0 whose value the compiler cannot know, or it would join the two sums into that chain.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    if PRECISION == "ieee" and a.dtype == tl.float32:
+        return acc + tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

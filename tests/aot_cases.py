@@ -1,0 +1,296 @@
+"""What is compiled ahead of time: the calls of an MoE layer and of its backward pass, on tensors without memory.
+
+`aot.py` compiles what these calls launch. Configurations come from the tables of `blocksparse_moe_kernels.config`, so that a
+new entry is covered as soon as it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from blocksparse_moe_kernels import BlockSparse, Columns, Topology
+from blocksparse_moe_kernels.activations import ACTIVATIONS
+from blocksparse_moe_kernels.block_sparse import values_shape
+from blocksparse_moe_kernels.config import (
+    SHARED_MEMORY_KB,
+    GemmConfig,
+    choose_block_m,
+    column_product_tile,
+    row_product_tile,
+)
+from blocksparse_moe_kernels.triton.activation_backward import activation_backward
+from blocksparse_moe_kernels.triton.bias import bias_dot, expert_sum, expert_sum_tokens
+from blocksparse_moe_kernels.triton.combine import combine
+from blocksparse_moe_kernels.triton.dsd import dsd
+from blocksparse_moe_kernels.triton.dsd_transposed import dsd_transposed
+from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
+from blocksparse_moe_kernels.triton.zero_tail import zero_tail
+
+ARCHITECTURES = tuple(SHARED_MEMORY_KB)
+COMPILED_IN_ALL_FORMS = (80, 90)
+"""Architectures for which the suite also compiles the helpers and the other layouts, which the others share with them."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+HEIGHTS = tuple(sorted({choose_block_m(rows, 1) for rows in range(1, 1025)}))
+"""Every height of row tiles that can be chosen."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The operands of an MoE layer, on the meta device.
+
+    Attributes:
+        dtype: key of DTYPES.
+        layout: how the weights lie. "rows": [E, 2F, H] and [E, H, F], as Hugging Face stores them. "columns": the other
+            axis is contiguous. "apart": gate and up interleaved, so that their halves do not follow each other. "varied":
+            flat, experts of unequal size. "varied_odd": of sizes that nothing divides. "odd": nothing divides the sizes, no
+            axis is contiguous, strides need 64 bits.
+        activation: key of ACTIVATIONS.
+    """
+
+    dtype: str = "bf16"
+    layout: str = "rows"
+    activation: str = "swiglu"
+
+    def tensor(self, *shape: int, dtype: str | None = None) -> Tensor:
+        """Strides that no compiler can make use of if the layout is odd, else contiguous."""
+        element = DTYPES[dtype or self.dtype]
+        if self.layout != "odd":
+            return torch.empty(shape, dtype=element, device="meta")
+        strides = [3]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size + 2**31 + 1)
+        return torch.empty_strided(shape, strides, dtype=element, device="meta")
+
+    @property
+    def odd(self) -> bool:
+        return self.layout == "odd"
+
+    @property
+    def halves(self) -> int:
+        return ACTIVATIONS[self.activation].halves
+
+    @property
+    def top_k(self) -> int:
+        return 3 if self.odd else 4
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """T, H, F, E."""
+        return (33, 77, 45, 5) if self.odd else (4096, 2048, 768, 16)
+
+    @property
+    def columns(self) -> Columns:
+        _, _, F, E = self.sizes
+        if self.layout == "varied":
+            return Columns(tuple(F + 128 * (expert % 3) for expert in range(E)))
+        if self.layout == "varied_odd":
+            return Columns(tuple(F + expert for expert in range(E)))
+        return Columns.equal(F, E)
+
+    @cached_property
+    def topology(self) -> Topology:
+        T, _, _, E = self.sizes
+        return Topology.from_ids(torch.empty(T, self.top_k, dtype=torch.int64, device="meta"), E)
+
+    @cached_property
+    def pairs(self) -> Topology:
+        T, _, _, E = self.sizes
+        ids = torch.empty(2 * T, dtype=torch.int64, device="meta")
+        return Topology.from_pairs(ids, ids, num_tokens=T, num_experts=E)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[T, H]"""
+        return self.tensor(*self.sizes[:2])
+
+    @property
+    def rows(self) -> Tensor:
+        """[M, H]"""
+        return self.tensor(self.topology.num_slots, self.sizes[1])
+
+    def sparse(self, halves: int = 1) -> BlockSparse:
+        columns = self.columns.times(halves)
+        shape = values_shape(self.topology.num_slots, columns)
+        return BlockSparse(self.tensor(*shape), self.topology, columns)
+
+    def weight(self, halves: int = 1) -> Tensor:
+        """[E, halves * F, H], [E, halves, F, H] or flat."""
+        _, H, F, E = self.sizes
+        if self.layout.startswith("varied"):
+            return self.tensor(halves * self.columns.total, H)
+        if self.layout == "columns":
+            return self.tensor(E, H, halves * F).transpose(1, 2)
+        if self.layout == "apart":
+            return self.tensor(E, F, halves, H).transpose(1, 2)
+        return self.tensor(E, halves * F, H)
+
+    def down(self) -> Tensor:
+        """The down-projection as the sparse products see it, [E, F, H] or flat: its columns lie as those of `weight` do not."""
+        _, H, F, E = self.sizes
+        if self.layout.startswith("varied"):
+            return self.tensor(self.columns.total, H)
+        return self.tensor(E, F, H) if self.layout == "columns" else self.tensor(E, H, F).transpose(1, 2)
+
+    def bias(self, halves: int = 1) -> Tensor:
+        if not self.columns.are_equal:
+            return self.tensor(halves * self.columns.total)
+        return self.tensor(self.sizes[3], halves * self.columns.widest)
+
+    def down_bias(self) -> Tensor:
+        return self.tensor(self.sizes[3], self.sizes[1])
+
+
+# The products of a layer and of its backward pass. The second parameter is the tile, what follows are the factors of the
+# full product; the defaults are the costliest choice.
+
+
+def up(layer: Layer, config: GemmConfig, bias: bool = True, save_pre: bool = True) -> None:
+    activation = ACTIVATIONS[layer.activation]
+    columns = None if layer.columns.are_equal else layer.columns
+    added = layer.bias(layer.halves) if bias else None
+    weight = layer.weight(layer.halves)
+    sdd_activation(
+        layer.tokens, weight, layer.topology, activation, columns=columns, bias=added, save_pre=save_pre, config=config
+    )
+
+
+def grad_hidden(layer: Layer, config: GemmConfig, order: str = "tokens", bias: bool = False) -> None:
+    x = layer.tokens if order == "tokens" else layer.rows
+    columns = None if layer.columns.are_equal else layer.columns
+    added = layer.bias() if bias else None
+    sdd(x, layer.down(), layer.topology, order=order, columns=columns, bias=added, config=config)
+
+
+def down(layer: Layer, config: GemmConfig, bias: bool = True) -> None:
+    dsd(layer.sparse(), layer.down(), bias=layer.down_bias() if bias else None, config=config)
+
+
+def grad_rows(layer: Layer, config: GemmConfig, bias: bool = False) -> None:
+    halves = layer.halves
+    dsd(layer.sparse(halves), layer.weight(halves), bias=layer.down_bias() if bias else None, config=config)
+
+
+def grad_up(layer: Layer, config: GemmConfig, order: str = "tokens") -> None:
+    x = layer.tokens if order == "tokens" else layer.rows
+    dsd_transposed(layer.sparse(layer.halves), x, order=order, like=layer.weight(layer.halves), config=config)
+
+
+def grad_down(layer: Layer, config: GemmConfig, order: str = "tokens") -> None:
+    x = layer.tokens if order == "tokens" else layer.rows
+    dsd_transposed(layer.sparse(), x, order=order, like=layer.down(), config=config)
+
+
+def helpers(layer: Layer) -> None:
+    """Every kernel that is not a product, in each of its forms."""
+    (T, H, _, _), topology, pairs = layer.sizes, layer.topology, layer.pairs
+    activation, weights = ACTIVATIONS[layer.activation], layer.tensor(T, layer.top_k, dtype="fp32")
+    combine(layer.rows, topology, weights)
+    combine(layer.rows, topology)
+    combine(layer.tensor(pairs.num_slots, H), pairs, layer.tensor(pairs.num_slots))
+    grad, pre, bias_part = layer.sparse(), layer.sparse(layer.halves), layer.tensor(topology.num_slots, dtype="fp32")
+    activation_backward(grad, pre, activation, weights, bias_part)
+    activation_backward(grad, pre, activation, layer.tensor(T, layer.top_k))
+    activation_backward(grad, pre, activation)
+    expert_sum(layer.sparse())
+    expert_sum_tokens(layer.tokens, topology, weights)
+    expert_sum_tokens(layer.tokens, topology)
+    bias_dot(layer.tokens, layer.down_bias(), topology)
+    zero_tail(layer.rows, topology.num_rows)
+    zero_tail(layer.rows, topology.num_rows, H)
+
+
+PRODUCTS: dict[str, tuple[Callable, ...]] = {
+    "sdd_activation": (up,),
+    "sdd": (grad_hidden,),
+    "dsd": (down, grad_rows),
+    "dsd_transposed": (grad_up, grad_down),
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One call, compiled for one architecture; `helpers` launches many kernels, a product one."""
+
+    call: Callable
+    layer: Layer
+    architecture: int
+    config: GemmConfig | None = None
+    factors: dict[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        given = [str(value) if isinstance(value, str) else f"{name}={value}" for name, value in self.factors.items()]
+        words = [self.layer.dtype, self.layer.layout, self.layer.activation, *given]
+        if self.config is not None:
+            words.append("{block_m}x{block_n}x{block_k} w{num_warps} s{num_stages}".format(**asdict(self.config)))
+        return f"sm_{self.architecture} {self.call.__name__}: {', '.join(words)}"
+
+
+def row_configs(dtype: str, architecture: int) -> list[GemmConfig]:
+    """Tiles of sdd and dsd, the tallest first."""
+    return distinct(row_product_tile(height, DTYPES[dtype], architecture) for height in reversed(HEIGHTS))
+
+
+def column_configs(dtype: str, architecture: int) -> list[GemmConfig]:
+    """Tiles of the transposed dsd, the deepest first."""
+    return distinct(column_product_tile(height, DTYPES[dtype], architecture) for height in reversed(HEIGHTS))
+
+
+def distinct(configs: Iterator[GemmConfig]) -> list[GemmConfig]:
+    return list(dict.fromkeys(configs))
+
+
+def suite(architecture: int) -> Iterator[Build]:
+    """What every run of the suite compiles: each configuration with its costliest epilogue, and one of each special form."""
+    # bf16 and fp16 differ in a conversion only, so each takes another of the two costly activations.
+    for layer in (Layer("bf16"), Layer("fp16", activation="geglu")):
+        for config in row_configs(layer.dtype, architecture):
+            yield Build(up, layer, architecture, config)
+            yield Build(down, layer, architecture, config)
+        for config in column_configs(layer.dtype, architecture):
+            yield Build(grad_up, layer, architecture, config)
+    rows, columns = row_configs("fp32", architecture), column_configs("fp32", architecture)
+    yield Build(up, Layer("fp32"), architecture, rows[-1])
+    yield Build(down, Layer("fp32"), architecture, rows[0])
+    yield Build(grad_down, Layer("fp32"), architecture, columns[0])
+    rows, columns = row_configs("bf16", architecture), column_configs("bf16", architecture)
+    yield Build(up, Layer(layout="odd"), architecture, rows[-1])
+    yield Build(down, Layer(layout="odd"), architecture, rows[-1])
+    yield Build(grad_down, Layer(layout="odd"), architecture, columns[-1])
+    if architecture in COMPILED_IN_ALL_FORMS:
+        for layer in (Layer(layout="columns"), Layer(layout="varied")):
+            yield Build(up, layer, architecture, rows[0])
+            yield Build(down, layer, architecture, rows[0])
+            yield Build(grad_down, layer, architecture, columns[0])
+        yield Build(helpers, Layer(), architecture)
+        yield Build(helpers, Layer("fp16", "varied", "gelu"), architecture)
+
+
+def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:
+    """Every combination of the flags of one product, or all helpers: minutes to hours."""
+    layouts = ("rows", "columns", "apart", "varied", "varied_odd", "odd")
+    if name == "helpers":
+        for layout, activation in product(("rows", "varied", "odd"), ACTIVATIONS):
+            yield Build(helpers, Layer(dtype, layout, activation), architecture)
+        return
+    configs = column_configs(dtype, architecture) if name == "dsd_transposed" else row_configs(dtype, architecture)
+    flag = (True, False)
+    for config, call in product(configs, PRODUCTS[name]):
+        if call is up:
+            for activation, bias, save_pre in product(ACTIVATIONS, flag, flag):
+                factors = {"bias": bias, "save_pre": save_pre}
+                yield Build(up, Layer(dtype, activation=activation), architecture, config, factors)
+            for layout, activation in product(layouts[1:], ("swiglu", "gelu")):
+                yield Build(up, Layer(dtype, layout, activation), architecture, config)
+            continue
+        orders = [{"order": order} for order in ("tokens", "rows")] if call in (grad_hidden, grad_up, grad_down) else [{}]
+        biases = [{"bias": bias} for bias in flag] if call in (grad_hidden, down, grad_rows) else [{}]
+        for layout, order, bias in product(layouts, orders, biases):
+            yield Build(call, Layer(dtype, layout), architecture, config, order | bias)

@@ -1,0 +1,146 @@
+"""Every kernel compiles for every architecture, and what comes out uses the hardware: tensor cores, pipelined loads, no spills.
+
+Needs no GPU. `make aot` compiles the full product of flags and layouts instead of the representative part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from blocksparse_moe_kernels.config import SHARED_MEMORY_KB, GemmConfig
+from blocksparse_moe_kernels.triton import __path__ as kernel_folders
+
+from .aot import Report
+from .aot_cases import ARCHITECTURES, COMPILED_IN_ALL_FORMS, DTYPES, PRODUCTS
+
+ROOT = Path(__file__).parents[1]
+WITHOUT_HINTS = ("odd", "varied_odd")
+"""Layouts of which the compiler knows nothing, so that elements are loaded one by one. They need to be right, not fast."""
+
+ALLOWED_STACK = {
+    ("_sdd_kernel", GemmConfig(128, 256, 64, 8, 3)): 24,
+}
+"""Bytes of spilled registers that a configuration of sm_90 may have, outside the loop."""
+
+
+def compile_ahead(folder: Path, architecture: int, *options: str) -> list[Report]:
+    """Reports of `python -m tests.aot`, compiled from an empty cache on this worker's share of the cores."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    workers = int(environment.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    jobs = max(1, len(os.sched_getaffinity(0)) // workers)
+    file = folder / "reports.json"
+    command = [sys.executable, "-m", "tests.aot", str(architecture), "--jobs", str(jobs), "--json", str(file), *options]
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+    reports = [Report(**fields) for fields in json.loads(file.read_text())]
+    return [replace(report, config=report.config and GemmConfig(**report.config)) for report in reports]
+
+
+def faults(report: Report) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    if report.error is not None:
+        return ["does not compile"]
+    found = []
+    limit = 1024 * SHARED_MEMORY_KB[report.architecture]
+    if report.shared > limit:
+        found.append(f"needs more shared memory than the {limit} B of a block")
+    config = report.config
+    if config is None or report.dtype == "fp32":
+        return found
+
+    wide = config.block_m >= 64
+    expected = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(report.architecture, "mma.sync") if wide else "mma.sync"
+    multiplies = [name for name, count in report.instructions.items() if "mma" in name and count]
+    if multiplies != [expected]:
+        found.append(f"multiplies with {multiplies or 'no tensor core'} instead of {expected}")
+    opcodes = report.opcodes
+    if opcodes is not None and opcodes["HGMMA"] < opcodes["HGMMA batches"] * (config.block_k // 16):
+        found.append("waits for each wgmma before the next")
+
+    if report.layout in WITHOUT_HINTS:
+        return found
+    # mma.sync reads its operands into registers, so the stage that is multiplied needs no buffer.
+    buffers = config.num_stages - (expected == "mma.sync")
+    pipelined = 2 * buffers * config.block_k * (config.block_m + config.block_n)
+    if not report.instructions["cp.async.c"] or report.shared < pipelined:
+        found.append(f"does not load ahead: {buffers} buffers of both operands take {pipelined} B")
+    if report.architecture == 90:
+        allowed = ALLOWED_STACK.get((report.kernel, config), 0)
+        if report.stack > allowed:
+            found.append(f"spills more registers than the {allowed} B that are allowed")
+        if report.loop_spills:
+            found.append(f"spills {report.loop_spills} times in the loop")
+    return found
+
+
+def check(reports: list[Report]) -> None:
+    wrong = [f"{report}\n    {fault}" for report in reports for fault in faults(report)]
+    assert not wrong, f"{len(wrong)} faults in {len(reports)} kernels\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(one, id=f"sm_{one}", marks=[] if one == 90 else pytest.mark.slow) for one in ARCHITECTURES],
+)
+def test_configurations(architecture, tmp_path):
+    reports = compile_ahead(tmp_path, architecture)
+    check(reports)
+    if architecture in COMPILED_IN_ALL_FORMS:
+        sources = [path.read_text() for folder in kernel_folders for path in Path(folder).glob("*.py")]
+        assert {report.kernel for report in reports} == set(re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.M))
+
+
+@pytest.mark.aot_full
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("name", [*PRODUCTS, "helpers"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
+def test_full_product(architecture, dtype, name, tmp_path):
+    check(compile_ahead(tmp_path, architecture, "--product", name, "--dtype", dtype))
+
+
+TILE = GemmConfig(128, 128, 64, 8, 3)
+GOOD = Report(
+    build="a good kernel",
+    kernel="_dsd_kernel",
+    architecture=90,
+    dtype="bf16",
+    layout="rows",
+    config=TILE,
+    registers=128,
+    shared=3 * 64 * (128 + 128) * 2,
+    instructions={"wgmma.mma_async": 4, "tcgen05.mma": 0, "mma.sync": 0, "cp.async.c": 24},
+    opcodes={"HGMMA": 4, "HMMA": 0, "LDGSTS": 24, "STL": 0, "LDL": 0, "HGMMA batches": 1},
+    loop_spills=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"error": "CompilationError"}, "does not compile"),
+        ({"shared": 233_000}, "more shared memory"),
+        ({"instructions": GOOD.instructions | {"wgmma.mma_async": 0}}, "no tensor core"),
+        ({"instructions": GOOD.instructions | {"wgmma.mma_async": 0, "mma.sync": 64}}, "instead of wgmma"),
+        ({"opcodes": GOOD.opcodes | {"HGMMA batches": 4}}, "waits for each wgmma"),
+        ({"instructions": GOOD.instructions | {"cp.async.c": 0}}, "does not load ahead"),
+        ({"shared": 2 * 64 * (128 + 128) * 2}, "does not load ahead"),
+        ({"stack": 8}, "spills more registers"),
+        ({"loop_spills": 2}, "in the loop"),
+    ],
+)
+def test_the_gate_finds(change, fault):
+    assert faults(GOOD) == []
+    (found,) = faults(replace(GOOD, **change))
+    assert fault in found
