@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -29,6 +30,12 @@ _TRITON_LAUNCHERS = {
 }
 
 
+def constant_when_compiled(function: Callable) -> Callable:
+    """What `torch.compiler.assume_constant_result` does, which would import torch._dynamo here and cost seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why implementation `name` cannot multiply tensors of `dtype` on `device`; None when it can."""
     if name == "torch":
@@ -49,7 +56,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return f"needs a CUDA device; the tensors are on {device.type} (TRITON_INTERPRET=1 runs kernels on a CPU, slowly)"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, str]:
     """The implementation that runs for `name` ("auto" included), and why.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocksparse_moe_kernels import ACTIVATIONS, Columns, Topology, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blocksparse_moe import combine, expert_mlp
+from blocksparse_moe_kernels import ACTIVATIONS, Columns, Topology, reference
 
 from .support import (
     DEVICE,

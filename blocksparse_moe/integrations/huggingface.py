@@ -24,7 +24,7 @@ from blocksparse_moe_kernels.versions import require
 
 from ..backends import check_name
 from ..ops import expert_mlp
-from ..products import choose
+from ..products import choose, constant_when_compiled
 
 NAME = "blocksparse"
 """The value of `experts_implementation` that selects this package."""
@@ -200,7 +200,7 @@ def _activation(module: Any) -> str | None:
     return _GATED.get(type(module.act_fn).__name__)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _unknown_flags() -> dict[str, object]:
     """Flags of the installed experts interface that this version does not know, with their defaults."""
     from transformers.integrations import moe

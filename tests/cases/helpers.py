@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blocksparse_moe import MoEConfig, RouterConfig, Topology, dMoE, expert_mlp
 from blocksparse_moe_kernels import get_activation
-from tests.support import DEVICE, HAS_CUDA, assert_within_budget
+from tests.support import DEVICE, HAS_CUDA
 
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
 on_cpu = pytest.mark.skipif(HAS_CUDA, reason="a stand-in for machines without a GPU; the real size runs on this one")
@@ -131,7 +131,20 @@ class Problem:
 
 def assert_results_agree(ours: Result, oracle: Result, torchs: Result) -> None:
     for name, *values in zip(Result._fields, ours, oracle, torchs, strict=True):
-        assert_within_budget(name, *values, ours.y.dtype)
+        assert_close(name, *values, ours.y.dtype)
+
+
+def assert_close(name: str, ours: Tensor, oracle: Tensor, torchs: Tensor, dtype: torch.dtype) -> None:
+    """Our error is at most four times (torch's own in the same dtype + one rounding), in the maximum norm.
+
+    The tests of the ops allow two; a case draws once, and from a handful of numbers, where the faults it looks for are gross.
+    """
+    assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(oracle.shape)}"
+    if oracle.numel():
+        rounding = torch.finfo(dtype).eps * oracle.abs().max()
+        budget = 4 * ((torchs.double() - oracle).abs().max() + rounding) + torch.finfo(dtype).tiny
+        error = (ours.double() - oracle).abs().max()
+        assert error <= budget, f"{name}: error {error:.3e} exceeds the budget {budget:.3e}"
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -12,8 +12,8 @@ from blocksparse_moe import Experts, MoEConfig, Router, RouterConfig
 from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import BlockSparse, Columns, GemmConfig, Topology, get_activation, reference
 from tests.cases.configs import COLUMN_CONFIGS, ROW_CONFIGS, each_column_config, each_row_config
-from tests.cases.helpers import DTYPE, Problem, distinct_ids, guarded, layer, relative_error
-from tests.support import DEVICE, HAS_CUDA, assert_within_budget, each_backend
+from tests.cases.helpers import DTYPE, Problem, assert_close, distinct_ids, guarded, layer, relative_error
+from tests.support import DEVICE, HAS_CUDA, each_backend
 
 
 @pytest.mark.case("C1")
@@ -29,7 +29,7 @@ def test_one_expert_of_one_block(backend):
         gate, up = F.linear(x.detach().to(dtype), moe.experts.gate_up_proj[0].to(dtype)).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, moe.experts.down_proj[0].to(dtype))
 
-    assert_within_budget("y", y, plain(torch.float64), plain(DTYPE), DTYPE)
+    assert_close("y", y, plain(torch.float64), plain(DTYPE), DTYPE)
     y.sum().backward()
     assert x.grad.isfinite().all() and x.grad.any()
 
@@ -147,7 +147,7 @@ def test_every_expert_chosen_is_the_dense_mixture(backend):
         gate, value = torch.einsum("th,enh->ten", x.to(dtype), up).chunk(2, dim=-1)
         return torch.einsum("te,tef,ehf->th", probabilities, F.silu(gate) * value, down)
 
-    assert_within_budget("y", y, mixture(torch.float64), mixture(DTYPE), DTYPE)
+    assert_close("y", y, mixture(torch.float64), mixture(DTYPE), DTYPE)
 
 
 # -------------------------------------------------------------------- tiles
@@ -174,12 +174,12 @@ def test_every_tile_of_sdd(config, dtype):
     kernels, (rows, x, _, w) = implementation("triton"), drawn(dtype)
     found = kernels.sdd(x, w, rows, config=config).values
     expected = reference.sdd(x.double(), w.double(), rows).values
-    assert_within_budget("s", used(found, rows), used(expected, rows), used(reference.sdd(x, w, rows).values, rows), dtype)
+    assert_close("s", used(found, rows), used(expected, rows), used(reference.sdd(x, w, rows).values, rows), dtype)
     swiglu = get_activation("swiglu")
     pre, hidden = kernels.sdd_activation(x, w, rows, swiglu, config=config)
     in_dtype = used(reference.sdd(x, w, rows).values, rows)
-    assert_within_budget("pre", used(pre.values, rows), used(expected, rows), in_dtype, dtype)
-    assert_within_budget("hidden", used(hidden.values, rows), swiglu(used(expected, rows)), swiglu(in_dtype), dtype)
+    assert_close("pre", used(pre.values, rows), used(expected, rows), in_dtype, dtype)
+    assert_close("hidden", used(hidden.values, rows), swiglu(used(expected, rows)), swiglu(in_dtype), dtype)
 
 
 @pytest.mark.case("C3", "G6")
@@ -190,7 +190,7 @@ def test_every_tile_of_dsd(config, dtype):
     s = BlockSparse(values, rows, Columns.equal(N, E))
     found = implementation("triton").dsd(s, w, config=config)
     expected = reference.dsd(BlockSparse(values.double(), rows, s.columns), w.double())
-    assert_within_budget("y", used(found, rows), used(expected, rows), used(reference.dsd(s, w), rows), dtype)
+    assert_close("y", used(found, rows), used(expected, rows), used(reference.dsd(s, w), rows), dtype)
 
 
 @pytest.mark.case("C3", "G6")
@@ -202,7 +202,7 @@ def test_every_tile_of_the_transposed_dsd(config, dtype, order):
     s = BlockSparse(values, rows, Columns.equal(N, E))
     found = implementation("triton").dsd(s.T, x, order=order, config=config)
     expected = reference.dsd(BlockSparse(values.double(), rows, s.columns).T, x.double(), order=order)
-    assert_within_budget("grad", found, expected, reference.dsd(s.T, x, order=order), dtype)
+    assert_close("grad", found, expected, reference.dsd(s.T, x, order=order), dtype)
 
 
 @pytest.mark.case("C3")
