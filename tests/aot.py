@@ -163,7 +163,8 @@ def compile_build(build: Build) -> list[Report]:
             shared=binary.metadata.shared,
             instructions={name: ptx.count(name) for name in INSTRUCTIONS},
         )
-        if build.architecture == 90 and report.instructions["wgmma.mma_async"] and (stack or report.dtype == "bf16"):
+        wgmma = build.architecture == 90 and report.instructions["wgmma.mma_async"]
+        if wgmma and (stack or (report.dtype, report.layout) == ("bf16", "rows")):
             opcodes, loop_spills = disassemble(cubin)
             report = replace(report, opcodes=opcodes, loop_spills=loop_spills)
         reports.append(report)

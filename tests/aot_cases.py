@@ -33,8 +33,8 @@ from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
 
 ARCHITECTURES = tuple(SHARED_MEMORY_KB)
-COMPILED_IN_ALL_FORMS = (80, 90)
-"""Architectures for which the suite also compiles the helpers and the other layouts, which the others share with them."""
+MODELS = (80, 90)
+"""Architectures for which the suite also compiles the helpers and the other layouts."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -248,29 +248,34 @@ def distinct(configs: Iterator[GemmConfig]) -> list[GemmConfig]:
 
 
 def suite(architecture: int) -> Iterator[Build]:
-    """What every run of the suite compiles: each configuration with its costliest epilogue, and one of each special form."""
-    # bf16 and fp16 differ in a conversion only, so each takes another of the two costly activations.
-    for layer in (Layer("bf16"), Layer("fp16", activation="geglu")):
-        for config in row_configs(layer.dtype, architecture):
-            yield Build(up, layer, architecture, config)
-            yield Build(down, layer, architecture, config)
-        for config in column_configs(layer.dtype, architecture):
-            yield Build(grad_up, layer, architecture, config)
-    rows, columns = row_configs("fp32", architecture), column_configs("fp32", architecture)
-    yield Build(up, Layer("fp32"), architecture, rows[-1])
-    yield Build(down, Layer("fp32"), architecture, rows[0])
-    yield Build(grad_down, Layer("fp32"), architecture, columns[0])
+    """What every run of the suite compiles.
+
+    Each configuration with its costliest epilogue, a gated activation with a bias and both stores, in bf16 and fp16; these
+    two differ in a conversion only, so each takes another of the costly activations and the other products are compiled in
+    fp16 once. fp32 shows that its tiles fit. What one architecture shares with the others is compiled for MODELS only.
+    """
+    bf16, fp16 = Layer("bf16"), Layer("fp16", activation="geglu")
     rows, columns = row_configs("bf16", architecture), column_configs("bf16", architecture)
+    yield from (Build(up, bf16, architecture, config) for config in rows)
+    yield from (Build(down, bf16, architecture, config) for config in rows)
+    yield from (Build(grad_up, bf16, architecture, config) for config in columns)
+    yield from (Build(up, fp16, architecture, config) for config in row_configs("fp16", architecture))
+    yield Build(down, fp16, architecture, row_configs("fp16", architecture)[0])
+    yield Build(grad_up, fp16, architecture, column_configs("fp16", architecture)[0])
+    yield Build(down, Layer("fp32"), architecture, row_configs("fp32", architecture)[0])
+    if architecture not in MODELS:
+        return
+    yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
+    yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
+    for layout in ("columns", "varied"):
+        yield Build(up, Layer(layout=layout), architecture, rows[0])
+        yield Build(down, Layer(layout=layout), architecture, rows[0])
+        yield Build(grad_down, Layer(layout=layout), architecture, columns[0])
     yield Build(up, Layer(layout="odd"), architecture, rows[-1])
     yield Build(down, Layer(layout="odd"), architecture, rows[-1])
     yield Build(grad_down, Layer(layout="odd"), architecture, columns[-1])
-    if architecture in COMPILED_IN_ALL_FORMS:
-        for layer in (Layer(layout="columns"), Layer(layout="varied")):
-            yield Build(up, layer, architecture, rows[0])
-            yield Build(down, layer, architecture, rows[0])
-            yield Build(grad_down, layer, architecture, columns[0])
-        yield Build(helpers, Layer(), architecture)
-        yield Build(helpers, Layer("fp16", "varied", "gelu"), architecture)
+    yield Build(helpers, Layer(), architecture)
+    yield Build(helpers, Layer("fp16", "varied", "gelu"), architecture)
 
 
 def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:

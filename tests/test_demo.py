@@ -136,8 +136,9 @@ def test_names_an_implementation_that_cannot_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_triton(tmp_path):
-    """On a CPU Triton's interpreter computes, so a single step of a tiny batch."""
+def test_triton(tmp_path, monkeypatch):
+    """On a CPU Triton's interpreter computes, so a single step of a tiny batch and a short sample."""
+    monkeypatch.setattr(training, "SAMPLE_SECONDS", 1.0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = ("--steps", "1", "--batch-size", "1", "--sequence-length", "8", "--experts", "4", "--output", tmp_path)
     result = demo(*options, "--backend", "triton", device=device, tiny=False)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import MoEConfig, RouterConfig, combine, dMoE, dsd, sdd
@@ -438,6 +439,19 @@ def test_recomputation_routes_as_before_at_ties(use_reentrant):
         assert torch.equal(parameter.grad, expected[name]), name
 
 
+class Ops(TorchDispatchMode):
+    """Names of the ops of this package that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "blocksparse_moe":
+            self.names.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
 @each_backend
 def test_inference_saves_nothing_and_computes_the_same(backend):
     never_used_before = replace(UNEQUAL, ffn_hidden_size=(5, 3, 9 if backend == "torch" else 10))
@@ -446,11 +460,12 @@ def test_inference_saves_nothing_and_computes_the_same(backend):
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         with torch.inference_mode():
             inferred = layer(x)
-        with torch.no_grad():
+        with torch.no_grad(), Ops() as ops:
             y = layer(x)
         layer.requires_grad_(False)
         frozen = layer(x)
     assert saved == []
+    assert ops.names == ["blocksparse_moe::expert_mlp"], "one op, which keeps no pre-activation"
     assert not y.requires_grad and not frozen.requires_grad
     layer.requires_grad_(True)
     trained = run(layer, x)["y"]  # constants that inference cached are of use in training too

@@ -138,7 +138,7 @@ def _curves(results: Results) -> Table:
         ratio = speed / results.curves[EAGER].tokens_per_second(tokens)
         ends = f"{curve.losses[0]:.4f}", f"{curve.losses[-1]:.4f}"
         sparkline = Line(_sparkline(curve.losses), style=COLOURS[name])
-        table.add_row(title, ends[0], sparkline, ends[1], f"{speed:,.0f}", f"{ratio:.2f} ×")
+        table.add_row(title, ends[0], sparkline, ends[1], f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}", f"{ratio:.2f} ×")
     return table
 
 

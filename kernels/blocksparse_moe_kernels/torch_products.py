@@ -30,6 +30,9 @@ from .launch import (
 from .reference import Order
 from .topology import Topology
 
+_STRIP = 256
+"""Rows that elementwise work takes at once: what one operation writes is still in the cache when the next one reads it."""
+
 
 def sdd(
     x: Tensor,
@@ -68,11 +71,15 @@ def sdd_activation(
     hidden_columns = Columns(tuple(width // activation.halves for width in sparse_columns.widths))
     act = _empty(x, topology, hidden_columns)
     pre = _empty(x, topology, sparse_columns) if save_pre else None
-    pre_blocks = None if pre is None else {expert: block for expert, _, block in _blocks(pre)}
+    pre_blocks = None if pre is None else _blocks(pre)
     for expert, rows, block in _blocks(act):
-        pre_block = x.new_empty(block.shape[0], sparse_columns.widths[expert]) if pre_blocks is None else pre_blocks[expert]
+        if pre_blocks is None:
+            pre_block = x.new_empty(block.shape[0], sparse_columns.widths[expert])
+        else:
+            _, _, pre_block = next(pre_blocks)
         _project(_rows_of(x, topology, rows, "tokens"), weight, stacked_bias, expert, pre_block)
-        block.copy_(activation(pre_block))
+        for strip, pre_strip in zip(block.split(_STRIP), pre_block.split(_STRIP), strict=True):
+            strip.copy_(activation(pre_strip))
     return pre, act
 
 
@@ -149,28 +156,28 @@ def activation_backward(
     topology, function = grad.topology, FUNCTIONS[activation.function]
     dtype = torch.promote_types(grad.dtype, torch.float32)
     grad_pre = BlockSparse(torch.empty_like(pre.values), topology, pre.columns)
-    pre_blocks = {expert: block for expert, _, block in _blocks(pre)}
-    grad_pre_blocks = {expert: block for expert, _, block in _blocks(grad_pre)}
     slots = topology.slots.long()
-    grad_weights = None if weights is None else torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    for expert, (first, last), block in _blocks(grad):
-        wide, pre_block = block.to(dtype), pre_blocks[expert].to(dtype)
-        gate, *up = pre_block.chunk(activation.halves, dim=1)
+    scales = torch.ones_like(slots, dtype=dtype) if weights is None else weights.reshape(-1)[slots].to(dtype)
+    dots = torch.zeros_like(scales)
+    for rows, (strip, pre_strip, grad_pre_strip) in _strips(grad, pre, grad_pre):
+        wide, scale = strip.to(dtype), scales[rows, None]  # wide may be the strip itself, which is overwritten in the end
+        gate, *up = pre_strip.to(dtype).chunk(activation.halves, dim=1)
+        grad_gate, *grad_up = grad_pre_strip.chunk(activation.halves, dim=1)
         value = function.value(gate)
         hidden = value * up[0] if up else value
-        scale = None
-        if weights is not None and grad_weights is not None:
-            slot = slots[first:last]
+        if weights is not None:
             dot = torch.linalg.vecdot(wide, hidden)
-            grad_weights.view(-1)[slot] = (dot if bias_dot is None else dot + bias_dot[first:last]).to(weights.dtype)
-            scale = weights.reshape(-1)[slot, None].to(dtype)
-            wide = wide * scale
-        grad_gate, *grad_up = grad_pre_blocks[expert].chunk(activation.halves, dim=1)
+            dots[rows] = dot if bias_dot is None else dot + bias_dot[rows]
+        wide *= scale
         if up:
-            grad_up[0].copy_(wide * value)
-            wide = wide * up[0]
+            torch.mul(wide, value, out=grad_up[0])
+            wide *= up[0]
         grad_gate.copy_(function.backward(wide, gate))
-        block.copy_(hidden if scale is None else hidden * scale)
+        torch.mul(hidden, scale, out=strip)
+    if weights is None:
+        return grad_pre, grad, None
+    grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    grad_weights.view(-1)[slots] = dots.to(weights.dtype)
     return grad_pre, grad, grad_weights
 
 
@@ -233,6 +240,15 @@ def _blocks(s: BlockSparse) -> Iterator[tuple[int, tuple[int, int], Tensor]]:
         yield expert, (first, last), block
 
 
+def _strips(*matrices: BlockSparse) -> Iterator[tuple[slice, list[Tensor]]]:
+    """(rows, values of every matrix in them) by at most `_STRIP` rows of one expert; the matrices share a topology."""
+    for blocks in zip(*map(_blocks, matrices), strict=True):
+        _, (first, last), _ = blocks[0]
+        for start in range(first, last, _STRIP):
+            stop = min(start + _STRIP, last)
+            yield slice(start, stop), [block[start - first : stop - first] for _, _, block in blocks]
+
+
 def _empty(x: Tensor, topology: Topology, columns: Columns) -> BlockSparse:
     return BlockSparse(x.new_empty(values_shape(topology.num_slots, columns)), topology, columns)
 
@@ -245,7 +261,7 @@ def _rows_of(x: Tensor, topology: Topology, rows: tuple[int, int], order: Order)
 def _expert_weight(weight: StackedWeight, expert: int) -> list[Tensor]:
     """The halves [N_e, H] of an expert's weight."""
     if weight.data.ndim == 4:
-        return list(weight.data[expert])
+        return list(weight.data[expert].unbind())
     first, last = (weight.halves * column for column in weight.columns.offsets()[expert : expert + 2])
     return list(weight.data[first:last].chunk(weight.halves))
 

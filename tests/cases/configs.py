@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from itertools import product
 
 import pytest
@@ -13,24 +15,49 @@ from tests.support import HAS_CUDA
 
 DTYPES = (torch.float32, torch.bfloat16 if HAS_CUDA else torch.float16)
 HEIGHTS = (16, 32, 64, 128)
+DEPTHS = (1, 2, 3, 4)
 
 
-def _chosen(tile) -> list[tuple[GemmConfig, torch.dtype]]:
-    return list(dict.fromkeys((tile(*choice), choice[1]) for choice in product(HEIGHTS, DTYPES, SHARED_MEMORY_KB)))
+def _chosen(tile: Callable[..., GemmConfig]) -> list[tuple[GemmConfig, torch.dtype]]:
+    choices = product(HEIGHTS, DTYPES, SHARED_MEMORY_KB)
+    return list(dict.fromkeys((tile(height, dtype, architecture), dtype) for height, dtype, architecture in choices))
 
 
 def _parametrized(configs: list[tuple[GemmConfig, torch.dtype]]) -> pytest.MarkDecorator:
-    """The configurations; on a GPU at every depth of the pipeline, in the interpreter, which has none, at their own."""
-    cases = []
-    for config, dtype in configs:
-        for num_stages in (1, 2, 3, 4) if HAS_CUDA else (config.num_stages,):
-            tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
-            name = f"{tile}-w{config.num_warps}-s{num_stages}-{str(dtype).removeprefix('torch.')}"
-            cases.append(pytest.param(replace(config, num_stages=num_stages), dtype, id=name))
-    return pytest.mark.parametrize(("config", "dtype"), cases)
+    def name(config: GemmConfig, dtype: torch.dtype) -> str:
+        tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+        return f"{tile}-w{config.num_warps}-s{config.num_stages}-{str(dtype).removeprefix('torch.')}"
+
+    return pytest.mark.parametrize(("config", "dtype"), [pytest.param(*choice, id=name(*choice)) for choice in configs])
+
+
+def _at_every_depth(configs: list[tuple[GemmConfig, torch.dtype]]) -> list[tuple[GemmConfig, torch.dtype]]:
+    """On a GPU the pipeline at depths of 1 to 4; the interpreter has none."""
+    if not HAS_CUDA:
+        return configs
+    deeper = [(replace(config, num_stages=depth), dtype) for config, dtype in configs for depth in DEPTHS]
+    return list(dict.fromkeys(deeper))
 
 
 ROW_CONFIGS = _chosen(row_product_tile)
 COLUMN_CONFIGS = _chosen(column_product_tile)
 each_row_config = _parametrized(ROW_CONFIGS)
 each_column_config = _parametrized(COLUMN_CONFIGS)
+each_row_config_and_depth = _parametrized(_at_every_depth(ROW_CONFIGS))
+each_column_config_and_depth = _parametrized(_at_every_depth(COLUMN_CONFIGS))
+
+
+def skip_what_does_not_fit(test: Callable) -> Callable:
+    """A depth that no configuration chooses may need more shared memory than the GPU has; one that is chosen may not."""
+    from triton.runtime.errors import OutOfResources
+
+    @wraps(test)
+    def run(config: GemmConfig, dtype: torch.dtype, **fixtures) -> None:
+        try:
+            test(config, dtype, **fixtures)
+        except OutOfResources as error:
+            if (config, dtype) in ROW_CONFIGS + COLUMN_CONFIGS:
+                raise
+            pytest.skip(f"no configuration has this depth, and it does not fit: {error}")
+
+    return run

@@ -12,10 +12,10 @@ from tests.support import DEVICE, HAS_CUDA
 
 
 @pytest.fixture(autouse=True)
-def _free_memory() -> Iterator[None]:
+def _free_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Real sizes take tens of gigabytes: give them back before the next test."""
     yield
-    if HAS_CUDA:
+    if HAS_CUDA and request.node.get_closest_marker("gpu"):
         free_memory()
 
 

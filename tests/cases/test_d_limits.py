@@ -14,8 +14,8 @@ if HAS_CUDA:
     ODD_NUMBERS += [("triton", E, K) for E in EXPERTS for K in CHOICES]
 else:  # the interpreter compiles nothing and is slow: each number once
     slow = {"marks": pytest.mark.slow}
-    ODD_NUMBERS += [("triton", 3, 5), ("triton", 6, 3), ("triton", 60, 7)]
-    ODD_NUMBERS += [pytest.param("triton", 160, 6, **slow), pytest.param("triton", 384, 10, **slow)]
+    ODD_NUMBERS += [("triton", 3, 5), ("triton", 6, 3), ("triton", 6, 10)]
+    ODD_NUMBERS += [pytest.param("triton", *numbers, **slow) for numbers in ((60, 7), (160, 6), (384, 10))]
 
 
 @pytest.mark.case("D4")

@@ -16,7 +16,7 @@ from torch import Tensor
 from blocksparse_moe import RouterConfig, RouterOutput, expert_mlp
 from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import Topology, reference
-from tests.cases.helpers import DTYPE, Problem, dense_moe, distinct_ids, free_memory, gradients, layer, relative_error
+from tests.cases.helpers import DTYPE, Problem, Result, dense_moe, distinct_ids, free_memory, gradients, layer, relative_error
 from tests.support import DEVICE, HAS_CUDA, each_backend
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 4096) if HAS_CUDA else (20, 12, 3, 2, 5)
@@ -45,6 +45,7 @@ def test_one_choice_trains_the_router(backend):
 
 
 @pytest.mark.case("F2")
+@pytest.mark.usefixtures("poisoned_memory")
 @each_backend
 def test_dropped_slot_does_not_end_the_gate_gradient(backend):
     """Tutel PR 127: the gate gradient returns at the first dropped slot, so later gates get none."""
@@ -201,27 +202,30 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
 
 @pytest.mark.case("F9")
 @each_backend
-@pytest.mark.parametrize(
-    "frozen",
-    [("up_proj", "down_proj"), ("up_proj",), ("down_proj",), ("x",), ("weights",), ("x", "up_proj", "down_proj")],
-    ids="+".join,
-)
-def test_frozen_inputs_cost_no_gradient(backend, frozen, calls):
+def test_frozen_inputs_cost_no_gradient(backend, calls):
     """pytorch/ao PR 4471, ms-swift PR 9790: frozen weights crash the backward, or their gradients are made for nothing."""
     problem = Problem.draw(H, FFN, E, distinct_ids(T, E, K))
     complete = problem.ours(backend)
-    names = ("x", "up_proj", "down_proj", "weights")
-    leaves = {name: getattr(problem, name).detach().requires_grad_(name not in frozen) for name in names}
-    y = expert_mlp(leaves["x"], problem.topology, leaves["up_proj"], leaves["down_proj"], leaves["weights"], backend=backend)
-    calls.clear()
-    y.backward(problem.grad)
-    for name, leaf in leaves.items():
-        if name in frozen:
-            assert leaf.grad is None, name
-        else:
-            assert torch.equal(leaf.grad, getattr(complete, name)), name
-    assert calls["dsd_transposed"] == 2 - len({"up_proj", "down_proj"} & set(frozen))
-    assert calls["dsd"] == calls["combine"] == ("x" not in frozen)
+    for frozen in (
+        {"up_proj", "down_proj"},
+        {"up_proj"},
+        {"down_proj"},
+        {"x"},
+        {"weights"},
+        {"x", "up_proj", "down_proj"},
+    ):
+        leaves = {name: getattr(problem, name).detach().requires_grad_(name not in frozen) for name in Result._fields[1:]}
+        inputs = {"routing_weights" if name == "weights" else name: leaf for name, leaf in leaves.items()}
+        y = expert_mlp(topology=problem.topology, backend=backend, **inputs)
+        calls.clear()
+        y.backward(problem.grad)
+        for name, leaf in leaves.items():
+            if name in frozen:
+                assert leaf.grad is None, f"{name} of frozen {frozen}"
+            else:
+                assert torch.equal(leaf.grad, getattr(complete, name)), f"{name} beside frozen {frozen}"
+        assert calls["dsd_transposed"] == 2 - len({"up_proj", "down_proj"} & frozen), frozen
+        assert calls["dsd"] == calls["combine"] == ("x" not in frozen), frozen
 
 
 @pytest.mark.case("F9")

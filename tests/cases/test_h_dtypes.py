@@ -107,5 +107,5 @@ def test_router_computes_in_fp32(backend, autocast):
         with torch.autocast(DEVICE.type, dtype, enabled=autocast):
             _, routing = module(x, return_routing=True)
         assert routing.logits.dtype == routing.weights.dtype == torch.float32
-        assert relative_error(routing.logits, exact) < 1e-6
+        assert relative_error(routing.logits, exact) < 1e-5
         torch.testing.assert_close(routing.weights.sum(dim=1), torch.ones(T, device=DEVICE), rtol=0, atol=1e-6)

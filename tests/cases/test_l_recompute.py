@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import dMoE
-from tests.cases.helpers import DTYPE, gradients, layer, low_precision
+from tests.cases.helpers import DTYPE, each_backend_slowly, gradients, layer, low_precision
 from tests.support import DEVICE, HAS_CUDA, each_backend
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 2048) if HAS_CUDA else (20, 12, 4, 2, 4)
 
 
-def step(moe: dMoE, x: Tensor, dtype: torch.dtype, mode: bool | None) -> dict[str, Tensor]:
-    """Loss and gradients of one step under autocast to `dtype`; `mode` is use_reentrant, None for no checkpoint."""
+def step(moe: dMoE, x: Tensor, autocast: torch.dtype | None, mode: bool | None) -> dict[str, Tensor]:
+    """Output and gradients of one step; `mode` is use_reentrant, None for no checkpoint."""
     moe.zero_grad()
     x = x.detach().requires_grad_()
 
@@ -25,7 +25,7 @@ def step(moe: dMoE, x: Tensor, dtype: torch.dtype, mode: bool | None) -> dict[st
         y, routing = moe(x, return_routing=True)
         return y, routing.load_balancing_loss
 
-    with torch.autocast(DEVICE.type, dtype, enabled=dtype != DTYPE):
+    with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None):
         y, loss = forward(x) if mode is None else checkpoint(forward, x, use_reentrant=mode)
     (y.float().square().sum() + loss).backward()
     return {"y": y.detach(), "x": x.grad, **gradients(moe)}
@@ -33,18 +33,25 @@ def step(moe: dMoE, x: Tensor, dtype: torch.dtype, mode: bool | None) -> dict[st
 
 @pytest.mark.case("L1", "L2")
 @each_backend
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(
+    ("use_reentrant", "autocast"),
+    [
+        pytest.param(False, False, id="non-reentrant"),
+        pytest.param(True, False, id="reentrant"),
+        pytest.param(False, True, id="non-reentrant-autocast"),
+    ],
+)
 def test_checkpointed_layer_with_near_ties(backend, use_reentrant, autocast):
     """NeMo Automodel PR 2635, torchtitan 1117: the router, run again in the backward, gives other counts."""
-    dtype = low_precision(backend) if autocast else DTYPE
-    moe = layer(H, FFN, E, K, backend=backend)
+    low = low_precision(backend) if autocast else None
+    dtype = torch.float32 if autocast else DTYPE
+    moe = layer(H, FFN, E, K, backend=backend, dtype=dtype)
     with torch.no_grad():  # experts in pairs whose logits differ by a rounding, or not at all
         moe.router.weight[1::2] = moe.router.weight[::2]
-        moe.router.weight[1] *= 1 + torch.finfo(DTYPE).eps
-    x = torch.randn(T, H, device=DEVICE, dtype=DTYPE)
-    plain = step(moe, x, dtype, None)
-    for name, found in step(moe, x, dtype, use_reentrant).items():
+        moe.router.weight[1] *= 1 + torch.finfo(dtype).eps
+    x = torch.randn(T, H, device=DEVICE, dtype=dtype)
+    plain = step(moe, x, low, None)
+    for name, found in step(moe, x, low, use_reentrant).items():
         assert torch.equal(found, plain[name]), name
 
 
@@ -72,7 +79,7 @@ def test_saved_tensors_are_read_once(backend):
 
 
 @pytest.mark.case("L2")
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@each_backend_slowly
 def test_nested_checkpoints(backend):
     """allenai/OLMo PR 639: a checkpoint within a checkpoint, each recomputing the layer."""
     first, second = (layer(H, FFN, E, K, backend=backend) for _ in range(2))

@@ -1,0 +1,149 @@
+"""`python -m bench`: the command line. Without a command, a quick set for this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+from .ops import OPS, STAGES, Choice
+from .peers import PEERS
+from .runner import Plan, run
+from .shapes import SHAPES, Shape, parse_shape
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SKEW = 1.2
+
+Shapes = Annotated[list[str], typer.Option("--shape", help=f"{', '.join(SHAPES)}, or sizes T,H,F,E,K. Repeatable.")]
+Skews = Annotated[
+    list[float],
+    typer.Option("--skew", help="Zipf exponent of the routing, 0: balanced. Repeatable. Default: 1.2 and 0."),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(_DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")]
+Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1 or cpu. Default: the GPU, if there is one.")]
+Backends = Annotated[list[str], typer.Option("--backend", help="triton or torch. Repeatable. Default: all that run here.")]
+Peers = Annotated[list[str], typer.Option("--peer", help=f"{', '.join(PEERS)}, or none. Repeatable. Default: all.")]
+Stages = Annotated[list[str], typer.Option("--stage", help=f"Of expert_mlp: {', '.join(STAGES)}. Repeatable. Default: all.")]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Length of a variant's window, for one stage.")]
+Windows = Annotated[int, typer.Option("--windows", min=1, help="Windows of each variant.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the results to this file.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")]
+
+
+@app.callback(invoke_without_command=True)
+def quick(
+    context: typer.Context, seconds: Seconds = 0.5, windows: Windows = 3, csv: Csv = None, threads: Threads = None
+) -> None:
+    """Microbenchmarks of the layer and its parts, beside other implementations of the same work.
+
+    Every variant is checked against a reference first; one that fails prints no figure. Then windows of sustained work take
+    turns, and times are medians (± half the distance of the quartiles).
+
+    The roof is the dense product of the same FLOPs, or a copy of the same bytes, timed in the same run. "× peer" is the time
+    of the fastest peer over that of the line: more than 1 is faster; differences under 4 % count as equal (≈).
+
+    Without a command: the whole layer, at sizes that suit this machine.
+    """
+    if context.invoked_subcommand is None:
+        device, dtype = _device(""), _dtype("", _device(""))
+        if device.type == "cuda":
+            lineups = [("expert_mlp", SHAPES[name], _SKEW) for name in ("qwen3-30b-a3b", "olmoe-1b-7b")]
+            stages = STAGES
+        else:
+            lineups = [("expert_mlp", SHAPES["cpu-16"], skew) for skew in (_SKEW, 0.0)]
+            lineups.append(("expert_mlp", SHAPES["cpu-64"], _SKEW))
+            stages = ("inference", "forward+backward")
+        _run(Plan(lineups, dtype, device, Choice(stages=stages), seconds, windows, csv), threads)
+
+
+def _command(op: str) -> Callable[..., None]:
+    def command(
+        shape: Shapes = [],  # noqa: B006 - typer copies it
+        skew: Skews = [],  # noqa: B006
+        dtype: Dtype = "",
+        device: Device = "",
+        backend: Backends = [],  # noqa: B006
+        peer: Peers = [],  # noqa: B006
+        stage: Stages = [],  # noqa: B006
+        seconds: Seconds = 1.0,
+        windows: Windows = 3,
+        csv: Csv = None,
+        threads: Threads = None,
+    ) -> None:
+        on = _device(device)
+        shapes = _shapes(shape or ["qwen3-30b-a3b" if on.type == "cuda" else "cpu-16"])
+        choice = Choice(
+            stages=_known("--stage", stage, STAGES) or STAGES,
+            backends=_known("--backend", backend, ("triton", "torch")) or None,
+            peers=() if peer == ["none"] else _known("--peer", peer, tuple(PEERS)) or tuple(PEERS),
+        )
+        lineups = [(op, one, law) for one in shapes for law in skew or (_SKEW, 0.0)]
+        _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv), threads)
+
+    return command
+
+
+for _name, _op in OPS.items():
+    app.command(_name, help=_op.__doc__)(_command(_name))
+
+
+def _run(plan: Plan, threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        results = run(plan, _console())
+    except (ValueError, NotImplementedError, OSError, torch.OutOfMemoryError) as error:
+        _refuse(str(error))
+    if any(result.failed and result.kind == "ours" for result in results):
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    """As wide as the terminal; wide enough for a table where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=128)
+
+
+def _shapes(texts: list[str]) -> list[Shape]:
+    try:
+        return [parse_shape(text) for text in texts]
+    except ValueError as error:
+        _refuse(str(error))
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    return _DTYPES[_known("--dtype", [name or ("bfloat16" if device.type == "cuda" else "float32")], tuple(_DTYPES))[0]]
+
+
+def _device(name: str) -> torch.device:
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        _refuse(f"--device: {name} was asked for; torch {torch.__version__} sees no GPU. Use --device cpu.")
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        _refuse(f"--device: expected cuda, cuda:N or cpu; got {name!r}.")
+    return device
+
+
+def _known(option: str, names: list[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in known:
+            _refuse(f"{option}: {name!r} is not known; choose from {', '.join(known)}.")
+    return tuple(names)
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

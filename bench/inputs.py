@@ -1,0 +1,117 @@
+"""Inputs of a benchmark: random data of size one, weights that keep it so, and routing that is even or skewed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .shapes import Shape
+
+HOTTEST = 8
+"""Skewed routing: rows of the hottest expert over those of the mean one, at most."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every variant of an op gets.
+
+    Attributes:
+        shape: the sizes.
+        routing: how the tokens are spread, for people.
+        x: [T, H].
+        expert_ids: [T, K] int64, different experts for each token.
+        routing_weights: [T, K] fp32, rows sum to 1.
+        up_proj: [E, 2F, H]; down_proj: [E, H, F].
+        grad: [T, H], gradient of the output.
+    """
+
+    shape: Shape
+    routing: str
+    x: Tensor
+    expert_ids: Tensor
+    routing_weights: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+    grad: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def leaves(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, routing_weights, up_proj, down_proj as leaves of a graph of their own; without `dtype` they share memory."""
+        tensors = (self.x, self.routing_weights, self.up_proj, self.down_proj)
+        x, weights, up, down = (tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors)
+        return x, weights, up, down
+
+
+def make_case(shape: Shape, skew: float, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Case:
+    """Inputs for `shape`, the same for the same seed and device; the routing is the same on every device.
+
+    Args:
+        skew: exponent of the Zipf law by which experts are chosen; 0 spreads the tokens evenly.
+    Raises:
+        ValueError: a negative skew, or a skewed shape with K = E (one expert stays empty).
+    """
+    host = torch.Generator().manual_seed(seed)
+    expert_ids = even_routing(shape, host) if skew == 0 else skewed_routing(shape, skew, host)
+    routing_weights = torch.rand(shape.T, shape.K, generator=host) + 0.1
+    routing_weights /= routing_weights.sum(dim=1, keepdim=True)
+    random = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int, std: float = 1.0) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(std=std, generator=random)
+
+    T, H, F, E = shape.T, shape.H, shape.F, shape.E
+    return Case(
+        shape=shape,
+        routing="balanced" if skew == 0 else f"zipf {skew:g}",
+        x=normal(T, H),
+        expert_ids=expert_ids.to(device),
+        routing_weights=routing_weights.to(device),
+        up_proj=normal(E, 2 * F, H, std=H**-0.5),
+        down_proj=normal(E, H, F, std=F**-0.5),
+        grad=normal(T, H),
+    )
+
+
+def even_routing(shape: Shape, random: torch.Generator) -> Tensor:
+    """[T, K]: shuffled experts are dealt out, all of them before any a second time (as far as K divides E)."""
+    tokens_a_deal = shape.E // shape.K
+    deals = -(-shape.T // tokens_a_deal)
+    shuffled = torch.rand(deals, shape.E, generator=random).argsort(dim=1)
+    return shuffled[:, : tokens_a_deal * shape.K].reshape(-1, shape.K)[: shape.T]
+
+
+def skewed_routing(shape: Shape, skew: float, random: torch.Generator) -> Tensor:
+    """[T, K]: experts by a Zipf law, the hottest at most `HOTTEST` times the mean, one without a token.
+
+    Systematic sampling (Madow, 1949): every token's experts lie on a line in an order of its own, each as long as its
+    probability, and K points at distance 1 choose K different ones.
+    """
+    T, E, K = shape.T, shape.E, shape.K
+    if skew < 0 or K >= E:
+        raise ValueError(f"skew: must be at least 0, and skewed routing needs K < E; got skew={skew:g} with E={E}, K={K}.")
+    probabilities = torch.zeros(E, dtype=torch.float64)
+    probabilities[torch.randperm(E, generator=random)[: E - 1]] = _capped_zipf(E - 1, skew, K, min(1.0, HOTTEST * K / E))
+    order = torch.rand(T, E, generator=random).argsort(dim=1)
+    ends = probabilities[order].cumsum(dim=1)
+    points = torch.rand(T, 1, generator=random, dtype=torch.float64) + torch.arange(K)
+    chosen = torch.searchsorted(ends, points * (ends[:, -1:] / K), right=True)
+    return order.gather(1, chosen)
+
+
+def _capped_zipf(count: int, skew: float, total: float, cap: float) -> Tensor:
+    """rank ** -skew, scaled to sum to `total` with no entry above `cap`."""
+    law = torch.arange(1, count + 1, dtype=torch.float64) ** -skew
+    low, high = 0.0, cap / law[-1].item()
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (law * middle).clamp(max=cap).sum() < total else (low, middle)
+    return (law * high).clamp(max=cap)

@@ -1,0 +1,148 @@
+"""What a run says: one `Result` a variant, as a table for people and as a line of CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+EQUAL = 0.04
+"""Times closer than this are called equal."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line. Figures are None where the check failed, and where they do not apply.
+
+    Attributes:
+        shape, T, H, F, E, K, routing, op, stage, variant, kind: what ran.
+        check: "ok", "FAILED: " and why, or "roof", which has nothing to check.
+        ms: median of one call; spread: half the distance of its quartiles, relative.
+        tflops: useful work over time; gb_per_s: bytes that must move over time.
+        share_of_roof: time of the roof in the same run over this one's.
+        over_fastest_peer: time of the fastest peer in the same run over this one's; more than 1 is faster than all peers.
+        peak_extra_gb: memory beyond the inputs, results included (1 GB is 1e9 bytes).
+        launches: kernels of one call.
+        dtype, device, versions, date: where and when.
+    """
+
+    shape: str
+    T: int
+    H: int
+    F: int
+    E: int
+    K: int
+    routing: str
+    op: str
+    stage: str
+    variant: str
+    kind: str
+    check: str
+    ms: float | None
+    spread: float | None
+    tflops: float | None
+    gb_per_s: float | None
+    share_of_roof: float | None
+    over_fastest_peer: float | None
+    peak_extra_gb: float | None
+    launches: int | None
+    dtype: str
+    device: str
+    versions: str
+    date: str
+
+    @property
+    def failed(self) -> bool:
+        return self.check.startswith("FAILED")
+
+
+class CsvFile:
+    """Results as CSV, written as they come, so that an interrupted run leaves what it had."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, [field.name for field in fields(Result)])
+        self._writer.writeheader()
+
+    def write(self, results: Iterable[Result]) -> None:
+        self._writer.writerows(asdict(result) for result in results)
+        self._file.flush()
+
+    def __enter__(self) -> CsvFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def print_table(console: Console, results: Sequence[Result]) -> None:
+    """The results of one op on one shape and routing; columns without a figure are left out."""
+    first = results[0]
+    sizes = f"T={first.T} H={first.H} F={first.F} E={first.E} K={first.K}"
+    shape = sizes if "," in first.shape else f"{first.shape} ({sizes})"
+    table = Table(title=f"{first.op} · {shape} · {first.routing} · {first.dtype}", title_justify="left")
+    figures = [column for column in _COLUMNS if any(column.value(result) is not None for result in results)]
+    table.add_column("stage", no_wrap=True)
+    table.add_column("variant", no_wrap=True)
+    for column in figures:
+        table.add_column(column.header, justify="right", no_wrap=True)
+    for stage, lines in groupby(results, key=lambda result: result.stage):
+        for index, result in enumerate(lines):
+            name = f"[bold]{result.variant}[/]" if result.kind == "ours" else result.variant
+            cells = ["[red]FAILED[/]", *[""] * (len(figures) - 1)] if result.failed else [c.cell(result) for c in figures]
+            table.add_row(stage if index == 0 else "", name, *cells)
+        table.add_section()
+    console.print(table)
+    for result in results:
+        if result.failed:
+            console.print(f"[red]{result.stage}, {result.variant}: {escape(result.check)}[/]", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    attribute: str
+    scale: float = 1.0
+    suffix: str = ""
+
+    def value(self, result: Result) -> float | None:
+        return getattr(result, self.attribute)
+
+    def cell(self, result: Result) -> str:
+        value = self.value(result)
+        return "" if value is None else _figure(value * self.scale) + self.suffix
+
+
+@dataclass(frozen=True)
+class _Ratio(_Column):
+    def cell(self, result: Result) -> str:
+        value = self.value(result)
+        if value is None:
+            return ""
+        return f"{value:.2f}{' ≈' if abs(value - 1) < EQUAL else '  '}"
+
+
+_COLUMNS = (
+    _Column("ms", "ms"),
+    _Column("±", "spread", 100, " %"),
+    _Column("TFLOP/s", "tflops"),
+    _Column("GB/s", "gb_per_s"),
+    _Column("roof", "share_of_roof", 100, " %"),
+    _Ratio("× peer", "over_fastest_peer"),
+    _Column("peak GB", "peak_extra_gb"),
+    _Column("launches", "launches"),
+)
+
+
+def _figure(value: float) -> str:
+    """Three digits, never an exponent."""
+    if isinstance(value, int) or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.{2 if abs(value) < 10 else 1}f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"

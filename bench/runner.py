@@ -1,0 +1,169 @@
+"""A run: inputs, check, time, report; one op on one shape and routing after the other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from .check import disagreement
+from .inputs import Case, make_case
+from .ops import OPS, Choice
+from .report import CsvFile, Result, print_table
+from .shapes import Shape
+from .timing import Timing, count_launches, measure, peak_extra_bytes
+from .variants import Task, Variant
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long.
+
+    Attributes:
+        lineups: op, shape and skew (0: balanced) of each table.
+        seconds: length of a variant's window; windows: how many each gets.
+        csv: where the results go as well.
+    """
+
+    lineups: Sequence[tuple[str, Shape, float]]
+    dtype: torch.dtype
+    device: torch.device
+    choice: Choice
+    seconds: float
+    windows: int
+    csv: Path | None = None
+
+
+def run(plan: Plan, console: Console) -> list[Result]:
+    """Measure, print and write; the results of every variant, failed ones included."""
+    console.print(f"{device_name(plan.device)}; {versions()}", highlight=False)
+    if plan.csv is None:
+        return _run(plan, console, None)
+    with CsvFile(plan.csv) as file:
+        return _run(plan, console, file)
+
+
+def _run(plan: Plan, console: Console, file: CsvFile | None) -> list[Result]:
+    results: list[Result] = []
+    for op, shape, skew in plan.lineups:
+        with console.status(f"{op}, {shape.name}: inputs"):
+            case = make_case(shape, skew, dtype=plan.dtype, device=plan.device)
+            tasks = OPS[op](case, plan.choice)
+        table: list[Result] = []
+        for task in tasks:
+            with console.status(f"{op}, {shape.name}, {case.routing}, {task.stage}"):
+                lines = run_task(task, case, seconds=plan.seconds, windows=plan.windows)
+            table += lines
+            if file is not None:
+                file.write(lines)
+        print_table(console, table)
+        for name, reason in tasks[0].left_out.items():
+            console.print(f"left out: {name} ({reason})", style="dim", highlight=False)
+        results += table
+        del tasks, task, case
+        _free(plan.device)
+    return results
+
+
+def run_task(task: Task, case: Case, *, seconds: float, windows: int) -> list[Result]:
+    """Check every variant, then time those that passed."""
+    faults = _check(task, case.dtype)
+    _free(case.device)
+    timed = [variant for variant in task.variants if faults[variant.name] is None]
+    peaks = {variant.name: peak_extra_bytes(variant.run, case.device) for variant in timed}
+    launches = {variant.name: count_launches(variant.run, case.device) for variant in timed}
+    timings = measure({variant.name: variant.run for variant in timed}, case.device, seconds=seconds, windows=windows)
+    roof = min((timings[variant.name].ms for variant in timed if variant.kind == "roof"), default=None)
+    peer = min((timings[variant.name].ms for variant in timed if variant.kind == "peer"), default=None)
+    return [
+        _result(
+            task, case, variant, faults[variant.name], timings.get(variant.name), peaks.get(variant.name),
+            launches.get(variant.name), roof, peer,
+        )
+        for variant in task.variants
+    ]  # fmt: skip
+
+
+def _check(task: Task, dtype: torch.dtype) -> dict[str, str | None]:
+    """What is wrong with each variant; None for those whose results are right, and for roofs."""
+    expected = task.expected()
+    return {variant.name: None if variant.kind == "roof" else _fault(variant, expected, dtype) for variant in task.variants}
+
+
+def _fault(variant: Variant, expected: tuple[Tensor, ...], dtype: torch.dtype) -> str | None:
+    try:
+        results = variant.run()
+    except RuntimeError as error:  # out of memory, or what a peer cannot do: the others go on
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return disagreement(results, expected, dtype)
+
+
+def _result(
+    task: Task,
+    case: Case,
+    variant: Variant,
+    fault: str | None,
+    timing: Timing | None,
+    peak: int | None,
+    launches: int | None,
+    roof_ms: float | None,
+    peer_ms: float | None,
+) -> Result:
+    shape = case.shape
+    check = "roof" if variant.kind == "roof" else "ok" if fault is None else f"FAILED: {fault}"
+    ms = None if timing is None else timing.ms
+
+    def per_ms(amount: float | None) -> float | None:
+        return None if not amount or ms is None else amount / ms
+
+    return Result(
+        shape=shape.name,
+        T=shape.T,
+        H=shape.H,
+        F=shape.F,
+        E=shape.E,
+        K=shape.K,
+        routing=case.routing,
+        op=task.op,
+        stage=task.stage,
+        variant=variant.name,
+        kind=variant.kind,
+        check=check,
+        ms=ms,
+        spread=None if timing is None else timing.spread,
+        tflops=per_ms(task.flops / 1e9),
+        gb_per_s=per_ms(task.bytes / 1e6),
+        share_of_roof=per_ms(roof_ms),
+        over_fastest_peer=per_ms(peer_ms),
+        peak_extra_gb=None if peak is None else peak / 1e9,
+        launches=launches,
+        dtype=str(case.dtype).removeprefix("torch."),
+        device=device_name(case.device),
+        versions=versions(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> str:
+    installed = {distribution.name for distribution in metadata.distributions()}
+    named = [f"{name} {metadata.version(name)}" for name in ("triton", "transformers") if name in installed]
+    return ", ".join([f"torch {torch.__version__}", *named])
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,164 @@
+"""The benchmarks on tiny shapes: table, CSV and routing are as described, and wrong results give no figure."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench import ops, peers
+from bench.__main__ import app
+from bench.check import disagreement
+from bench.inputs import HOTTEST, Case, even_routing, make_case, skewed_routing
+from bench.ops import OPS, Choice
+from bench.runner import run_task
+from bench.shapes import SHAPES, Shape, parse_shape
+from bench.timing import measure
+from bench.variants import Layer
+
+TINY = Shape("tiny", T=24, H=16, F=20, E=6, K=2)
+ARGUMENTS = ["--shape", "24,16,20,6,2", "--device", "cpu", "--backend", "torch", "--seconds", "0", "--windows", "1"]
+
+
+@pytest.fixture
+def case() -> Case:
+    return make_case(TINY, 1.2, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_prints_a_table_and_writes_csv(op, tmp_path):
+    path = tmp_path / "results.csv"
+    result = bench(op, *ARGUMENTS, "--csv", str(path))
+    assert result.exit_code == 0, result.output
+    assert "zipf 1.2" in result.output and "balanced" in result.output and "blocksparse" in result.output
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert {line["op"] for line in lines} == {op}
+    assert {line["routing"] for line in lines} == {"zipf 1.2", "balanced"}
+    assert all(float(line["ms"]) > 0 and line["check"] in ("ok", "roof") for line in lines)
+    for line in lines:
+        if line["kind"] == "roof":
+            assert float(line["share_of_roof"]) == pytest.approx(1)
+        assert float(line["tflops"] or line["gb_per_s"]) > 0
+
+
+def test_transformers_is_a_peer(case):
+    pytest.importorskip("transformers")
+    (task,) = ops.expert_mlp(case, Choice(stages=("forward+backward",), backends=("torch",)))
+    results = {result.variant: result for result in run_task(task, case, seconds=0, windows=1)}
+    assert results["transformers eager"].check == results["transformers grouped_mm"].check == "ok"
+    assert "transformers grouped_mm compiled" in task.left_out
+    fastest = min(result.ms for result in results.values() if result.kind == "peer")
+    ours = results["blocksparse torch"]
+    assert ours.over_fastest_peer == pytest.approx(fastest / ours.ms)
+
+
+def wrong(case: Case) -> Layer:
+    layer = ops._our_layer(case, "torch")
+    return Layer("planted", "peer", layer.leaves, lambda: layer.forward() * 1.001)
+
+
+def broken(case: Case) -> Layer:
+    def forward():
+        raise RuntimeError("no such kernel\nand a long story")
+
+    return Layer("planted", "peer", case.leaves(), forward)
+
+
+@pytest.mark.parametrize(("planted", "reason"), [(wrong, "relative error"), (broken, "RuntimeError: no such kernel")])
+def test_a_failed_check_prints_no_figure(monkeypatch, tmp_path, planted, reason):
+    monkeypatch.setitem(peers.PEERS, "planted", peers.Peer(lambda case: None, planted))
+    path = tmp_path / "results.csv"
+    result = bench("expert_mlp", *ARGUMENTS, "--peer", "planted", "--skew", "0", "--csv", str(path))
+    assert result.exit_code == 0, "only a failure of ours is an error of the run"
+    assert result.output.count("FAILED") == 2 * len(ops.STAGES) and reason in result.output
+    with path.open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["variant"] == "planted"]
+    assert len(lines) == len(ops.STAGES)
+    for line in lines:
+        assert line["check"].startswith("FAILED") and reason in line["check"]
+        assert not any(line[figure] for figure in ("ms", "spread", "tflops", "share_of_roof", "over_fastest_peer"))
+
+
+def test_a_failure_of_ours_is_an_error(monkeypatch):
+    good = ops._our_layer
+
+    def bad(case: Case, backend: str) -> Layer:
+        layer = good(case, backend)
+        return replace(layer, forward=lambda: layer.forward() + 1)
+
+    monkeypatch.setattr(ops, "_our_layer", bad)
+    result = bench("expert_mlp", *ARGUMENTS, "--peer", "none", "--skew", "0", "--stage", "inference")
+    assert result.exit_code == 1 and "FAILED" in result.output
+
+
+def test_check_finds_one_wrong_row_and_nan():
+    expected = torch.randn(4096, 32, dtype=torch.float64)
+    rounded = expected.bfloat16()
+    assert disagreement((rounded,), (expected,), torch.bfloat16) is None
+    for row, value in ((7, 0.0), (9, float("nan"))):
+        planted = rounded.clone()
+        planted[row] = value
+        assert disagreement((planted,), (expected,), torch.bfloat16) is not None
+    assert disagreement((rounded[1:],), (expected,), torch.bfloat16) is not None
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.2])
+def test_experts_of_a_token_differ(skew):
+    ids = make_case(TINY, skew, dtype=torch.float32, device=torch.device("cpu")).expert_ids
+    assert ids.shape == (TINY.T, TINY.K) and ids.min() >= 0 and ids.max() < TINY.E
+    assert all(len(set(row)) == TINY.K for row in ids.tolist())
+
+
+def test_balanced_routing_is_even():
+    counts = even_routing(SHAPES["cpu-64"], torch.Generator().manual_seed(0)).reshape(-1).bincount(minlength=64)
+    assert counts.unique().tolist() == [SHAPES["cpu-64"].M // 64]
+
+
+def test_skewed_routing_has_one_empty_expert_and_a_bounded_hottest():
+    shape = SHAPES["cpu-64"]
+    counts = skewed_routing(shape, 1.2, torch.Generator().manual_seed(0)).reshape(-1).bincount(minlength=shape.E)
+    mean = shape.M / shape.E
+    assert (counts == 0).sum() == 1
+    assert 4 * mean < counts.max() <= 1.02 * HOTTEST * mean
+
+
+def test_windows_take_turns():
+    calls: list[str] = []
+    works = {name: lambda name=name: calls.append(name) for name in "abc"}
+    timings = measure(works, torch.device("cpu"), seconds=0, windows=3)
+    turns = [name for index, name in enumerate(calls) if index == 0 or calls[index - 1] != name]
+    assert "".join(turns) == "abcabcbcacab"  # warm, the window thrown away and the first round run together, then rotated
+    assert all(timing.ms > 0 for timing in timings.values())
+
+
+@pytest.mark.parametrize("text", ["mixtral", "1,2,3", "1,2,3,4,x", "8,8,8,4,0", "8,8,8,2,3"])
+def test_a_bad_shape_is_one_line(text):
+    with pytest.raises(ValueError, match="shape"):
+        parse_shape(text)
+    result = bench("sdd", "--shape", text)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--dtype", "int8"),
+        ("--device", "abacus"),
+        ("--backend", "cublas"),
+        ("--peer", "nobody"),
+        ("--stage", "sideways"),
+        ("--skew", "-1"),
+        ("--csv", "/nowhere/at/all.csv"),
+    ],
+)
+def test_a_bad_option_is_refused(arguments):
+    result = bench("expert_mlp", *ARGUMENTS, *arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output
