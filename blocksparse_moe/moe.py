@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,9 @@ class MoEConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ffn_hidden_size, int):
-            object.__setattr__(self, "ffn_hidden_size", tuple(int(size) for size in self.ffn_hidden_size))
+        size = self.ffn_hidden_size
+        plain = int(size) if isinstance(size, (int, Integral)) else tuple(int(one) for one in size)
+        object.__setattr__(self, "ffn_hidden_size", plain)
         if self.hidden_size < 1 or self.num_experts < 1:
             raise ValueError(
                 f"MoEConfig: hidden_size and num_experts must be at least 1; got {self.hidden_size} and {self.num_experts}."

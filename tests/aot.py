@@ -61,11 +61,14 @@ class Launch:
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
                 continue
-            number = value
             if isinstance(value, Tensor):
                 signature[name], number = f"*{POINTERS[value.dtype]}", value.data_ptr()
+            elif isinstance(value, int):
+                signature[name], number = "i32" if -(2**31) <= value < 2**31 else "i64", value
             else:
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                raise TypeError(
+                    f"{self.kernel.__name__}: {name}={value!r} is neither a tensor nor an integer; say here how Triton types it"
+                )
             if number % 16 == 0:
                 hints[(index,)] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature, constants, hints), values
@@ -132,6 +135,8 @@ class Report:
         if self.error is not None:
             return f"{self.build}, {self.kernel}: {self.error}"
         counts = {name: count for name, count in (self.instructions | (self.opcodes or {})).items() if count}
+        if self.loop_spills:
+            counts["spills in the loop"] = self.loop_spills
         sizes = f"{self.registers} registers, {self.stack} B stack, {self.shared} B shared"
         return f"{self.build}, {self.kernel}: {sizes}, {counts}"
 

@@ -6,7 +6,7 @@ new entry is covered as soon as it is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
@@ -33,8 +33,8 @@ from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
 
 ARCHITECTURES = tuple(SHARED_MEMORY_KB)
-MODELS = (80, 90)
-"""Architectures for which the suite also compiles the helpers and the other layouts."""
+MODEL = 90
+"""The architecture for which the suite also compiles what hangs on none: the helpers and the other layouts."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -50,8 +50,8 @@ class Layer:
         dtype: key of DTYPES.
         layout: how the weights lie. "rows": [E, 2F, H] and [E, H, F], as Hugging Face stores them. "columns": the other
             axis is contiguous. "apart": gate and up interleaved, so that their halves do not follow each other. "varied":
-            flat, experts of unequal size. "varied_odd": of sizes that nothing divides. "odd": nothing divides the sizes, no
-            axis is contiguous, strides need 64 bits.
+            flat, experts of unequal size. "varied_odd": of sizes that nothing divides. "odd": "rows" with T, H and F that
+            nothing divides. "strided": so too, no axis is contiguous, and strides need 64 bits.
         activation: key of ACTIVATIONS.
     """
 
@@ -60,9 +60,9 @@ class Layer:
     activation: str = "swiglu"
 
     def tensor(self, *shape: int, dtype: str | None = None) -> Tensor:
-        """Strides that no compiler can make use of if the layout is odd, else contiguous."""
+        """Contiguous, unless the layout is "strided"."""
         element = DTYPES[dtype or self.dtype]
-        if self.layout != "odd":
+        if self.layout != "strided":
             return torch.empty(shape, dtype=element, device="meta")
         strides = [3]
         for size in reversed(shape[1:]):
@@ -70,21 +70,17 @@ class Layer:
         return torch.empty_strided(shape, strides, dtype=element, device="meta")
 
     @property
-    def odd(self) -> bool:
-        return self.layout == "odd"
-
-    @property
     def halves(self) -> int:
         return ACTIVATIONS[self.activation].halves
 
     @property
-    def top_k(self) -> int:
-        return 3 if self.odd else 4
-
-    @property
     def sizes(self) -> tuple[int, int, int, int]:
         """T, H, F, E."""
-        return (33, 77, 45, 5) if self.odd else (4096, 2048, 768, 16)
+        return (33, 77, 45, 5) if self.layout in ("odd", "strided") else (4096, 2048, 768, 16)
+
+    @property
+    def top_k(self) -> int:
+        return 3
 
     @property
     def columns(self) -> Columns:
@@ -243,7 +239,7 @@ def column_configs(dtype: str, architecture: int) -> list[GemmConfig]:
     return distinct(column_product_tile(height, DTYPES[dtype], architecture) for height in reversed(HEIGHTS))
 
 
-def distinct(configs: Iterator[GemmConfig]) -> list[GemmConfig]:
+def distinct(configs: Iterable[GemmConfig]) -> list[GemmConfig]:
     return list(dict.fromkeys(configs))
 
 
@@ -252,7 +248,7 @@ def suite(architecture: int) -> Iterator[Build]:
 
     Each configuration with its costliest epilogue, a gated activation with a bias and both stores, in bf16 and fp16; these
     two differ in a conversion only, so each takes another of the costly activations and the other products are compiled in
-    fp16 once. fp32 shows that its tiles fit. What one architecture shares with the others is compiled for MODELS only.
+    fp16 once. fp32 shows that its tiles fit. What hangs on no architecture is compiled for MODEL only.
     """
     bf16, fp16 = Layer("bf16"), Layer("fp16", activation="geglu")
     rows, columns = row_configs("bf16", architecture), column_configs("bf16", architecture)
@@ -263,7 +259,7 @@ def suite(architecture: int) -> Iterator[Build]:
     yield Build(down, fp16, architecture, row_configs("fp16", architecture)[0])
     yield Build(grad_up, fp16, architecture, column_configs("fp16", architecture)[0])
     yield Build(down, Layer("fp32"), architecture, row_configs("fp32", architecture)[0])
-    if architecture not in MODELS:
+    if architecture != MODEL:
         return
     yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
     yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
@@ -271,18 +267,18 @@ def suite(architecture: int) -> Iterator[Build]:
         yield Build(up, Layer(layout=layout), architecture, rows[0])
         yield Build(down, Layer(layout=layout), architecture, rows[0])
         yield Build(grad_down, Layer(layout=layout), architecture, columns[0])
-    yield Build(up, Layer(layout="odd"), architecture, rows[-1])
-    yield Build(down, Layer(layout="odd"), architecture, rows[-1])
-    yield Build(grad_down, Layer(layout="odd"), architecture, columns[-1])
+    yield Build(up, Layer(layout="strided"), architecture, rows[-1])
+    yield Build(down, Layer(layout="strided"), architecture, rows[-1])
+    yield Build(grad_down, Layer(layout="strided"), architecture, columns[-1])
     yield Build(helpers, Layer(), architecture)
     yield Build(helpers, Layer("fp16", "varied", "gelu"), architecture)
 
 
 def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:
-    """Every combination of the flags of one product, or all helpers: minutes to hours."""
-    layouts = ("rows", "columns", "apart", "varied", "varied_odd", "odd")
+    """Every combination of the flags and layouts of one product, or all helpers."""
+    layouts = ("rows", "columns", "apart", "varied", "varied_odd", "odd", "strided")
     if name == "helpers":
-        for layout, activation in product(("rows", "varied", "odd"), ACTIVATIONS):
+        for layout, activation in product(("rows", "varied", "strided"), ACTIVATIONS):
             yield Build(helpers, Layer(dtype, layout, activation), architecture)
         return
     configs = column_configs(dtype, architecture) if name == "dsd_transposed" else row_configs(dtype, architecture)

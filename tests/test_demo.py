@@ -267,6 +267,7 @@ def test_fits_the_terminal(width, colours):
     plain = "".join(part.partition("m")[2] if index else part for index, part in enumerate(shown.split("\x1b[")))
     assert max(len(line) for line in plain.splitlines()) <= width
     assert plain.count("expert ") == 8
+    assert width < 80 or "…" not in plain
 
 
 # ---------------------------------------------------------------- Ctrl-C

@@ -142,7 +142,7 @@ def _curves(results: Results) -> Table:
     return table
 
 
-def _sparkline(values: list[float], width: int = 24) -> str:
+def _sparkline(values: list[float], width: int = 20) -> str:
     pooled = F.adaptive_avg_pool1d(torch.tensor([values]), min(width, len(values)))[0]
     low, high = pooled.min(), pooled.max()
     levels = (pooled - low) / (high - low).clamp(min=1e-12) * (len(LEVELS) - 1)

@@ -39,10 +39,10 @@ def _expert_sum_kernel(
         mask = (row < last_row)[:, None] & mask_n[None, :]
         if GATHER:
             source = tl.load(Tokens + row, mask=row < last_row, other=0).to(tl.int64)
-            x_ptrs = X + source[:, None] * stride_xr + offs_n[None, :] * stride_xn
+            x_ptrs = X + source[:, None] * stride_xr + offs_n.to(tl.int64)[None, :] * stride_xn
         else:
             within = (row - first_row).to(tl.int64)
-            x_ptrs = X + x_offset + within[:, None] * x_stride + offs_n[None, :] * stride_xn
+            x_ptrs = X + x_offset + within[:, None] * x_stride + offs_n.to(tl.int64)[None, :] * stride_xn
         x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             slot = tl.load(Slots + row, mask=row < last_row, other=0).to(tl.int64)
@@ -70,8 +70,9 @@ def _bias_dot_kernel(
     for h in range(0, H, BLOCK_H):
         offs_h = h + tl.arange(0, BLOCK_H)
         mask = mask_m[:, None] & (offs_h < H)[None, :]
-        x = tl.load(X + token[:, None] * stride_xt + offs_h[None, :] * stride_xh, mask=mask, other=0.0).to(tl.float32)
-        bias = tl.load(Bias + offs_h * stride_bh, mask=offs_h < H, other=0.0).to(tl.float32)
+        x_ptrs = X + token[:, None] * stride_xt + offs_h.to(tl.int64)[None, :] * stride_xh
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(Bias + offs_h.to(tl.int64) * stride_bh, mask=offs_h < H, other=0.0).to(tl.float32)
         acc += tl.sum(x * bias[None, :], 1)
     tl.store(Out + first_row + offs_m, acc, mask=mask_m)
 

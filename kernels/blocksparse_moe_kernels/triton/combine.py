@@ -36,7 +36,8 @@ def _combine_kernel(
         slot = tl.load(TokenSlots + i) if PAIRS else i
         row = tl.load(Rows + slot)
         here = row >= 0
-        y = tl.load(Y + row.to(tl.int64) * stride_yr + offs_h * stride_yh, mask=mask_h & here, other=0.0).to(tl.float32)
+        y_ptrs = Y + row.to(tl.int64) * stride_yr + offs_h.to(tl.int64) * stride_yh
+        y = tl.load(y_ptrs, mask=mask_h & here, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             y *= tl.load(Weights + tl.cast(slot, tl.int64) * stride_w, mask=here, other=0.0).to(tl.float32)
         acc += y
