@@ -17,7 +17,12 @@ DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 
 # Triton's interpreter multiplies bf16 wrongly and truncates casts to it, so bf16 kernels are tested on a GPU.
 CASES = [
-    pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        backend,
+        dtype,
+        id=f"{backend}-{str(dtype).removeprefix('torch.')}",
+        marks=[pytest.mark.slow] if backend == "triton" and dtype == torch.float16 else [],
+    )
     for backend, dtypes in {
         "torch": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
         "triton": (torch.float32, torch.float16, torch.bfloat16) if HAS_CUDA else (torch.float32, torch.float16),
