@@ -3,8 +3,9 @@
 Launches are recorded instead of made, so that a kernel is compiled for exactly the arguments, flags and hints that its
 launcher would give it. Under TRITON_INTERPRET=1 `triton.jit` makes interpreted functions, hence a process of its own:
 
-    python -m tests.aot 90                     what the suite compiles for sm_90, a line each
-    python -m tests.aot 90 --product dsd       every combination of one product instead
+    python -m tests.aot 90                     every configuration that sm_90 selects, a line each
+    python -m tests.aot 90 forms               the other layouts, and the kernels that are not products
+    python -m tests.aot 90 dsd --dtype fp16    the full product of flags and layouts of dsd
     python -m tests.aot 90 --json FILE         for test_aot.py
 """
 
@@ -37,7 +38,7 @@ from triton.runtime.errors import PTXASError
 import blocksparse_moe_kernels.triton as kernel_package
 from blocksparse_moe_kernels.config import GemmConfig
 
-from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS, Build, full_product, suite
+from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS, Build, configurations, forms, full_product
 
 POINTERS = {dtype: name for name, dtype in DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
 
@@ -217,17 +218,18 @@ def compile_all(builds: list[Build], jobs: int) -> list[Report]:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.aot", description="Compile the kernels ahead of time, without a GPU.")
     parser.add_argument("architecture", type=int, choices=ARCHITECTURES)
-    parser.add_argument("--product", choices=[*PRODUCTS, "helpers"], help="every combination of this one instead")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of --product")
+    parser.add_argument("part", nargs="?", choices=["configurations", "forms", *PRODUCTS, "helpers"], default="configurations")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a full product")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports there")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         sys.exit("tests.aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it.")
-    if options.product:
-        builds = list(full_product(options.architecture, options.dtype, options.product))
+    parts = {"configurations": configurations, "forms": forms}
+    if options.part in parts:
+        builds = list(parts[options.part](options.architecture))
     else:
-        builds = list(suite(options.architecture))
+        builds = list(full_product(options.architecture, options.dtype, options.part))
     reports = compile_all(builds, options.jobs)
     if options.json is None:
         print(*reports, sep="\n")

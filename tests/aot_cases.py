@@ -33,9 +33,6 @@ from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
 
 ARCHITECTURES = tuple(SHARED_MEMORY_KB)
-MODEL = 90
-"""The architecture for which the suite also compiles what hangs on none: the helpers and the other layouts."""
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 HEIGHTS = tuple(sorted({choose_block_m(rows, 1) for rows in range(1, 1025)}))
@@ -243,35 +240,32 @@ def distinct(configs: Iterable[GemmConfig]) -> list[GemmConfig]:
     return list(dict.fromkeys(configs))
 
 
-def suite(architecture: int) -> Iterator[Build]:
-    """What every run of the suite compiles.
-
-    Each configuration with its costliest epilogues, with a bias and both stores: a gated activation in bf16, and in fp16 one
-    of all columns (the two dtypes differ in a conversion only). The other products are compiled in fp16 once; fp32 shows
-    that its tiles fit. What hangs on no architecture is compiled for MODEL only.
-    """
+def configurations(architecture: int) -> Iterator[Build]:
+    """Each configuration with its costliest epilogues, with a bias and both stores: a gated activation in bf16, and in fp16 one
+    of all columns (the two dtypes differ in a conversion only). The other products are compiled in fp16 once; fp32 shows that
+    its tiles fit."""
     bf16, fp16 = Layer("bf16"), Layer("fp16", activation="gelu")
-    rows, columns = row_configs("bf16", architecture), column_configs("bf16", architecture)
-    yield from (Build(up, bf16, architecture, config) for config in rows)
-    yield from (Build(down, bf16, architecture, config) for config in rows)
-    yield from (Build(grad_up, bf16, architecture, config) for config in columns)
+    yield from (Build(up, bf16, architecture, config) for config in row_configs("bf16", architecture))
+    yield from (Build(down, bf16, architecture, config) for config in row_configs("bf16", architecture))
+    yield from (Build(grad_up, bf16, architecture, config) for config in column_configs("bf16", architecture))
     yield from (Build(up, fp16, architecture, config) for config in row_configs("fp16", architecture))
     yield Build(down, fp16, architecture, row_configs("fp16", architecture)[0])
     yield Build(grad_up, fp16, architecture, column_configs("fp16", architecture)[0])
     yield Build(down, Layer("fp32"), architecture, row_configs("fp32", architecture)[0])
-    if architecture != MODEL:
-        return
+
+
+def forms(architecture: int) -> Iterator[Build]:
+    """What hangs on no configuration, once: the other layouts, fp32, and the kernels that are not products."""
+    for layout in ("columns", "varied", "strided"):
+        rows, columns = row_configs("bf16", architecture), column_configs("bf16", architecture)
+        tile = -1 if layout == "strided" else 0
+        yield Build(up, Layer(layout=layout), architecture, rows[tile])
+        yield Build(down, Layer(layout=layout), architecture, rows[tile])
+        yield Build(grad_down, Layer(layout=layout), architecture, columns[tile])
     yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
     yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
-    for layout in ("columns", "varied"):
-        yield Build(up, Layer(layout=layout), architecture, rows[0])
-        yield Build(down, Layer(layout=layout), architecture, rows[0])
-        yield Build(grad_down, Layer(layout=layout), architecture, columns[0])
-    yield Build(up, Layer(layout="strided"), architecture, rows[-1])
-    yield Build(down, Layer(layout="strided"), architecture, rows[-1])
-    yield Build(grad_down, Layer(layout="strided"), architecture, columns[-1])
     yield Build(helpers, Layer(), architecture)
-    yield Build(helpers, Layer("fp16", "varied", "gelu"), architecture)
+    yield Build(helpers, Layer(layout="varied", activation="gelu"), architecture)
 
 
 def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:

@@ -21,7 +21,7 @@ from blocksparse_moe_kernels.config import SHARED_MEMORY_KB, GemmConfig
 from blocksparse_moe_kernels.triton import __path__ as kernel_folders
 
 from .aot import Report
-from .aot_cases import ARCHITECTURES, DTYPES, MODEL, PRODUCTS
+from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_HINTS = ("odd", "varied_odd", "strided")
@@ -50,7 +50,7 @@ def compile_ahead(folder: Path, architecture: int, *options: str) -> list[Report
     workers = int(environment.get("PYTEST_XDIST_WORKER_COUNT", 1))
     jobs = max(1, len(os.sched_getaffinity(0)) // workers)
     file = folder / "reports.json"
-    command = [sys.executable, "-m", "tests.aot", str(architecture), "--jobs", str(jobs), "--json", str(file), *options]
+    command = [sys.executable, "-m", "tests.aot", str(architecture), *options, "--jobs", str(jobs), "--json", str(file)]
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
@@ -100,24 +100,31 @@ def check(reports: list[Report]) -> None:
     assert not wrong, f"{len(wrong)} faults in {len(reports)} kernels\n" + "\n".join(wrong)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
 def test_configurations(architecture, tmp_path):
-    reports = compile_ahead(tmp_path, architecture)
+    check(compile_ahead(tmp_path, architecture))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_other_forms(tmp_path):
+    reports = compile_ahead(tmp_path, 90, "forms")
     check(reports)
-    if architecture == MODEL:
-        sources = [path.read_text() for folder in kernel_folders for path in Path(folder).glob("*.py")]
-        assert {report.kernel for report in reports} == set(re.findall(r"^def (\w+_kernel)\(", "\n".join(sources), re.M))
+    sources = "\n".join(path.read_text() for folder in kernel_folders for path in Path(folder).glob("*.py"))
+    assert {report.kernel for report in reports} == set(re.findall(r"^def (\w+_kernel)\(", sources, re.M)), (
+        "a kernel is left out"
+    )
 
 
 @pytest.mark.aot_full
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("name", [*PRODUCTS, "helpers"])
+@pytest.mark.parametrize("part", [*PRODUCTS, "helpers"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
-def test_full_product(architecture, dtype, name, tmp_path):
-    check(compile_ahead(tmp_path, architecture, "--product", name, "--dtype", dtype))
+def test_full_product(architecture, dtype, part, tmp_path):
+    check(compile_ahead(tmp_path, architecture, part, "--dtype", dtype))
 
 
 TILE = GemmConfig(128, 128, 64, 8, 3)

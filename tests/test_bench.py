@@ -32,7 +32,10 @@ def bench(*arguments: str):
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.parametrize("op", OPS)
+QUICK = ("expert_mlp", "topology")
+
+
+@pytest.mark.parametrize("op", [op if op in QUICK else pytest.param(op, marks=pytest.mark.slow) for op in OPS])
 def test_prints_a_table_and_writes_csv(op, tmp_path):
     path = tmp_path / "results.csv"
     result = bench(op, *ARGUMENTS, "--csv", str(path))

@@ -91,6 +91,7 @@ def test_shows_everything(finished):
     assert found["configuration"]["model"]["parameters"] > 10**6
 
 
+@pytest.mark.slow
 def test_seed_decides(finished, tmp_path):
     first = metrics(finished[0])["runs"][OURS]["losses"]
     for seed, same in ((3, True), (4, False)):
@@ -98,6 +99,7 @@ def test_seed_decides(finished, tmp_path):
         assert (metrics(tmp_path)["runs"][OURS]["losses"] == first[:2]) == same
 
 
+@pytest.mark.slow
 def test_learns_a_file(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 2)
@@ -108,12 +110,14 @@ def test_learns_a_file(tmp_path):
     assert torch.tensor(found["load"]).eq(32).all()
 
 
+@pytest.mark.slow
 def test_a_text_of_one_sequence(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"sixteen letters\n")
     assert demo("--steps", "1", "--text", text, "--output", tmp_path).exit_code == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_is_shown_and_not_checked(tmp_path):
     result = demo("--steps", "2", "--dtype", "bfloat16", "--output", tmp_path)
     assert result.exit_code == 0, result.output
@@ -251,6 +255,7 @@ def test_early_losses_gradients_and_numbers_that_are_none():
     assert json.loads(broken.to_json())["runs"][OURS]["losses"][-1] is None
 
 
+@pytest.mark.slow
 def test_a_failed_check_is_the_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr("blocksparse_moe.demo.results.BOUND", 0.0)
     result = demo("--steps", "1", "--output", tmp_path)

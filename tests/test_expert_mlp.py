@@ -13,8 +13,8 @@ from blocksparse_moe_kernels import ACTIVATIONS, Columns, Topology, reference
 from .support import (
     DEVICE,
     assert_within_budget,
-    each_backend,
     each_backend_and_dtype,
+    each_backend_slowly,
     layouts,
     leaf,
     randn,
@@ -115,7 +115,7 @@ def test_combine(backend, dtype, data):
         assert_within_budget(name, *results, dtype)
 
 
-@each_backend
+@each_backend_slowly
 @given(data=st.data())
 def test_pairs_of_any_number_per_token(backend, data):
     """A topology of (token, expert) pairs computes what the same choices as ids with dropped slots compute."""
@@ -139,7 +139,7 @@ def test_pairs_of_any_number_per_token(backend, data):
             torch.testing.assert_close(ours, oracle, rtol=1e-3, atol=1e-3)
 
 
-@each_backend
+@each_backend_slowly
 @given(data=st.data())
 def test_permuting_tokens_permutes_the_result(backend, data):
     routing = data.draw(routings())
@@ -152,7 +152,7 @@ def test_permuting_tokens_permutes_the_result(backend, data):
     torch.testing.assert_close(moved, y[order], rtol=1e-5, atol=1e-5 * float(y.abs().max()) if y.numel() else 0)
 
 
-@each_backend
+@each_backend_slowly
 def test_two_runs_are_bitwise_equal(backend):
     ids = torch.randint(0, 4, (16, 2), device=DEVICE)
     leaves = [t.float().requires_grad_() for t in (randn(16, 24), randn(4, 20, 24), randn(4, 24, 10), randn(16, 2))]
@@ -176,7 +176,7 @@ def test_two_runs_are_bitwise_equal(backend):
         (dict(routing_weights=(3, 1)), "one entry for each of the 2 slots"),
     ],
 )
-@each_backend
+@each_backend_slowly
 def test_errors_say_what_to_do(backend, change, message):
     topology = Topology.from_ids(torch.tensor([[0], [2]], device=DEVICE), 3)
     shapes = {"x": (2, 8), "up_proj": (3, 10, 8), "down_proj": (3, 8, 5), "routing_weights": (2, 1)} | change

@@ -16,7 +16,7 @@ from blocksparse_moe.integrations import huggingface
 from blocksparse_moe.integrations.huggingface import UnsupportedModelError
 from blocksparse_moe_kernels import Topology, reference
 
-from .support import DEVICE, HAS_CUDA, each_backend
+from .support import DEVICE, HAS_CUDA, each_backend_slowly
 
 transformers = pytest.importorskip("transformers", minversion="5.9")
 from transformers import MixtralConfig, MixtralForCausalLM  # noqa: E402
@@ -103,7 +103,7 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # -------------------------------------------------------------------- the same numbers
 
 
-@each_backend
+@each_backend_slowly
 def test_agrees_with_eager(backend, calls):
     model = mixtral()
     expected = step(model, output_router_logits=True)
@@ -182,7 +182,7 @@ def routed(module: nn.Module, ids: list[list[int]], dtype: torch.dtype = torch.f
 
 
 @pytest.mark.case("U2")
-@each_backend
+@each_backend_slowly
 def test_ids_that_are_not_here(backend):
     """E and -1, as plans of expert parallelism send them, contribute nothing and get exactly no gradient."""
     model = mixtral()
@@ -405,7 +405,7 @@ def test_compile(calls):
     assert_close(step(model, compiled), expected)
 
 
-@each_backend
+@each_backend_slowly
 def test_autocast(backend):
     dtype = torch.float16 if backend == "triton" and not HAS_CUDA else torch.bfloat16
     model = mixtral()

@@ -18,13 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from blocksparse_moe import MoEConfig, RouterConfig, combine, dMoE, dsd, sdd
 from blocksparse_moe_kernels import ACTIVATIONS, Columns, Topology, reference, torch_products
 
-from .support import DEVICE, HAS_CUDA, each_backend, randn
+from .support import DEVICE, HAS_CUDA, each_backend_slowly, randn
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-each_backend_slowly = pytest.mark.parametrize(
-    "backend", ["torch", pytest.param("triton", marks=[] if HAS_CUDA else [pytest.mark.slow])]
-)
 SMALL = MoEConfig(hidden_size=8, ffn_hidden_size=6, num_experts=3, router=RouterConfig(top_k=2))
 UNEQUAL = replace(SMALL, ffn_hidden_size=(5, 2, 7), activation="geglu", bias=True)
 
@@ -195,7 +192,7 @@ def test_triton_agrees_with_the_oracle(problem):
     check(problem, "triton")
 
 
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("config", [SMALL, UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)], ids=str)
 def test_no_tokens(shape, config, backend):
@@ -206,7 +203,7 @@ def test_no_tokens(shape, config, backend):
         assert torch.equal(result[name], torch.zeros_like(parameter)), f"{name}: {result[name]}"
 
 
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8), (1, 1, 4, 8)], ids=str)
 def test_any_number_of_dimensions(shape, backend):
     layer, x = build(SMALL, backend), torch.randn(shape, device=DEVICE)
@@ -263,7 +260,7 @@ def test_permuting_tokens_permutes_the_result(backend):
     assert_close(permuted, {name: value[order] if name in ("x", "y") else value for name, value in straight.items()})
 
 
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("config", [SMALL, UNEQUAL], ids=["equal", "unequal"])
 def test_two_runs_are_bitwise_equal(config, backend):
     layer, x = build(config, backend), torch.randn(11, 8, device=DEVICE)
@@ -305,7 +302,7 @@ def test_a_narrow_module(config, backend, dtype):
     assert_agrees(layer, x, routing.expert_ids, grad, ours, dtype)
 
 
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("config", [SMALL, UNEQUAL], ids=["equal", "unequal"])
 def test_autocast(config, backend):
     dtype = narrow_dtype(backend)
@@ -463,7 +460,7 @@ class Ops(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@each_backend
+@each_backend_slowly
 def test_inference_saves_nothing_and_computes_the_same(backend):
     never_used_before = replace(UNEQUAL, ffn_hidden_size=(5, 3, 9 if backend == "torch" else 10))
     layer, x = build(never_used_before, backend), torch.randn(7, 8, device=DEVICE)
@@ -563,7 +560,7 @@ def test_frozen_experts_cost_no_weight_gradient(monkeypatch):
     assert x.grad is not None
 
 
-@each_backend
+@each_backend_slowly
 def test_second_order_gradients_of_the_layer_say_what_to_do(backend):
     layer, x = build(SMALL, backend), torch.randn(5, 8, device=DEVICE, requires_grad=True)
     (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)

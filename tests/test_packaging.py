@@ -184,6 +184,7 @@ def test_a_newer_torch_stays(wheel, tmp_path):
     assert installs == ["blocksparse-moe"]
 
 
+@pytest.mark.slow
 @pytest.mark.case("T3")
 def test_sdist_is_complete(sdist, tmp_path):
     """Installed offline from the source archive, the layer computes; the archive holds the whole checkout."""
@@ -219,6 +220,7 @@ def test_sdist_runs_its_own_tests(sdist, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:]
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """At most 0.3 s on top of torch, as a processor's time so that a busy machine counts as an idle one; no
     compiler, no model library, no call to CUDA."""
@@ -254,6 +256,7 @@ except NotImplementedError as error:
     assert "needs a CUDA device; the tensors are on cpu" in python(code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "distribution", "found", "needed"),
     [

@@ -18,9 +18,6 @@ from blocksparse_moe_kernels import get_activation
 from tests.support import DEVICE, HAS_CUDA
 
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
-each_backend_slowly = pytest.mark.parametrize(
-    "backend", ["torch", pytest.param("triton", marks=() if HAS_CUDA else pytest.mark.slow)]
-)
 on_cpu = pytest.mark.skipif(HAS_CUDA, reason="a stand-in for machines without a GPU; the real size runs on this one")
 
 

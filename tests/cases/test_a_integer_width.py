@@ -17,7 +17,7 @@ from blocksparse_moe_kernels import BlockSparse, Columns, Schedule, Topology, ge
 from blocksparse_moe_kernels.block_sparse import block_offsets, values_shape
 from blocksparse_moe_kernels.config import GemmConfig
 from tests.cases.helpers import Problem, far, on_cpu, relative_error, skewed_ids, virtual
-from tests.support import DEVICE, HAS_CUDA, each_backend
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 T, H, N, E, K = 17, 40, 24, 4, 2
 FAR_COLUMNS = 2049
@@ -131,7 +131,7 @@ READERS = (
 
 @pytest.mark.case("A1", "A2", "A4")
 @on_cpu
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
 def test_operands_are_read_beyond_32_bits(backend, read, leave_memory_alone):
     """megablocks PR 185, TransformerEngine 2908: a read at row * stride (or column * stride) wraps in 32 bits."""
@@ -165,7 +165,7 @@ def wide_tiles(backend: str, block_n: int = 1024, block_k: int = 32) -> dict[str
 
 @pytest.mark.case("A3")
 @on_cpu
-@each_backend
+@each_backend_slowly
 def test_results_are_written_beyond_32_bits(backend, last_rows, leave_memory_alone, virtual_outputs):
     """vLLM PR 34279: the store of the expert product forms row * columns in 32 bits. 600 000 rows, of which 20 are computed."""
     kernels, options = implementation(backend), wide_tiles(backend)
@@ -183,7 +183,7 @@ def test_results_are_written_beyond_32_bits(backend, last_rows, leave_memory_alo
 
 @pytest.mark.case("A3")
 @on_cpu
-@each_backend
+@each_backend_slowly
 def test_unequal_experts_beyond_32_bits(backend, last_rows, leave_memory_alone, virtual_outputs):
     """vLLM PR 34279: blocks of unequal experts begin behind 2**31 elements of their flat buffer."""
     kernels, options = implementation(backend), wide_tiles(backend, 64)
@@ -227,7 +227,7 @@ def test_stk_refuses_more_column_blocks_than_it_can_number():
 
 
 @pytest.mark.case("A5")
-@each_backend
+@each_backend_slowly
 def test_many_column_blocks_are_no_limit_of_ours(backend):
     """stk f7ba880: the same matrix, 4 194 304 columns wide, through our own products."""
     num_experts, width = 512, 8192
@@ -255,7 +255,7 @@ ROUTED = [
 
 
 @pytest.mark.gpu
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize(("num_tokens", "hidden"), ROUTED)
 def test_gather_is_indexing_at_real_size(backend, num_tokens, hidden):
     """megablocks PR 185, TransformerEngine 2908: gather and its backward, through products with the identity."""
@@ -277,7 +277,7 @@ def test_gather_is_indexing_at_real_size(backend, num_tokens, hidden):
 
 
 @pytest.mark.gpu
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize(("num_tokens", "hidden"), ROUTED)
 def test_scatter_is_indexing_at_real_size(backend, num_tokens, hidden):
     """megablocks PR 185, TransformerEngine 2908: combine, the gradient of its rows and that of its weights."""
@@ -310,7 +310,7 @@ def _skewed(num_tokens: int) -> tuple[Topology, int]:
 
 @pytest.mark.case("A3", "A4")
 @pytest.mark.gpu
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("order", ["tokens", "rows"])
 def test_expert_output_at_real_size(backend, order):
     """vLLM PR 34279, DeepGEMM PR 226: 131 073 rows of 16 384 columns, written, and read by both gradients."""
@@ -339,7 +339,7 @@ def test_expert_output_at_real_size(backend, order):
 
 @pytest.mark.case("A1", "A3", "A4")
 @pytest.mark.gpu
-@each_backend
+@each_backend_slowly
 def test_expert_mlp_at_real_size(backend):
     """megablocks PR 185 and the reports of A3 and A4: a layer whose pre-activation has 280 000 * 8192 elements."""
     problem = Problem.draw(64, 4096, 8, skewed_ids(35_000, 8, 8))
@@ -350,7 +350,7 @@ def test_expert_mlp_at_real_size(backend):
 
 @pytest.mark.case("A3", "A4")
 @pytest.mark.gpu
-@each_backend
+@each_backend_slowly
 def test_unequal_experts_at_real_size(backend):
     """vLLM PR 34279: 280 000 rows of experts with 4096 and 8192 columns, the last blocks behind 2**31 elements."""
     ids, widths = skewed_ids(280_000, 3, 1), Columns.of([8192, 4096, 8192])

@@ -19,7 +19,7 @@ from tests.cases.helpers import (
     ids_from_counts,
     layer,
 )
-from tests.support import DEVICE, HAS_CUDA, each_backend
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 
 @pytest.mark.case("B1")
@@ -42,7 +42,7 @@ def test_experts_without_rows_have_zero_gradients(backend, counts, hidden, ffn):
 
 
 @pytest.mark.case("B2")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("num_tokens", [64, 0])
 @pytest.mark.parametrize(
     ("hidden", "ffn"), [pytest.param(16, 12, id="small"), pytest.param(1024, 768, id="real", marks=pytest.mark.gpu)]
@@ -68,7 +68,7 @@ def test_gradients_of_unused_experts_are_written(backend, num_tokens, hidden, ff
 
 
 @pytest.mark.case("B3")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize(
     ("num_tokens", "hidden", "ffn"),
     [pytest.param(20, 24, 12, id="small"), pytest.param(4096, 1024, 512, marks=pytest.mark.gpu)],
@@ -99,7 +99,7 @@ def test_unwritten_tail_rows_never_reach_gradients(backend, num_tokens, hidden, 
 
 @pytest.mark.case("B4")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 def test_products_of_nothing(backend):
     """stk 1a70106, bb0369b: zero-size operands crash, or leave an output unwritten that ought to be all zero."""
     E, N, H = 3, 6, 5
@@ -123,7 +123,7 @@ def test_products_of_nothing(backend):
 
 @pytest.mark.case("B4")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 def test_inner_dimension_of_zero(backend):
     """stk bb0369b: a product over an inner dimension of size zero must still write zeros."""
     E, N = 3, 6
@@ -149,7 +149,7 @@ def test_inner_dimension_of_zero(backend):
 
 @pytest.mark.case("B4")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 def test_tokens_without_slots(backend):
     """stk 1a70106: tokens that have no expert at all (K = 0) come out as zeros, forward and backward."""
     problem = Problem.draw(6, 4, 3, torch.zeros(5, 0, dtype=torch.int64))
@@ -160,7 +160,7 @@ def test_tokens_without_slots(backend):
 
 @pytest.mark.case("B5")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
 def test_layer_without_tokens(backend, shape):
     """TransformerEngine PR 3019, 3067, 2134: no token reaches the layer: a crash, or a weight without gradient."""
@@ -178,7 +178,7 @@ def test_layer_without_tokens(backend, shape):
 
 @pytest.mark.case("B6")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 def test_single_expert_reads_no_padding(backend):
     """TransformerEngine 3484: with one expert a dense shortcut reads the padded tail: NaN in the weight gradient."""
     hidden, ffn = (2048, 768) if HAS_CUDA else (24, 16)
@@ -205,7 +205,7 @@ def test_single_expert_reads_no_padding(backend):
 
 @pytest.mark.case("B6")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 def test_single_expert_of_sorted_rows_reads_no_padding(backend):
     """TransformerEngine 3484: the same through the products, on rows that are sorted already and a count of 100."""
     H, N = (2048, 768) if HAS_CUDA else (24, 16)
@@ -226,7 +226,7 @@ def test_single_expert_of_sorted_rows_reads_no_padding(backend):
 
 
 @pytest.mark.case("B5")
-@each_backend
+@each_backend_slowly
 def test_whole_batch_routed_elsewhere(backend):
     """TransformerEngine PR 3067: tokens arrive, but none for the experts of this layer."""
     problem = Problem.draw(12, 8, 4, torch.full((6, 2), 4))

@@ -13,11 +13,11 @@ from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import BlockSparse, Columns, GemmConfig, Topology, get_activation, reference
 from tests.cases.configs import COLUMN_CONFIGS, ROW_CONFIGS, each_column_config, each_row_config
 from tests.cases.helpers import DTYPE, Problem, assert_close, distinct_ids, guarded, layer, relative_error
-from tests.support import DEVICE, HAS_CUDA, each_backend
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 
 @pytest.mark.case("C1")
-@each_backend
+@each_backend_slowly
 def test_one_expert_of_one_block(backend):
     """megablocks PR 108: ffn of one block and E = 1 make a cumulative sum lose its dimension."""
     shape = (16, 1024, 128) if HAS_CUDA or backend == "torch" else (2, 20, 128)
@@ -50,7 +50,7 @@ def test_ffn_that_is_no_multiple_of_128(backend, ffn):
 
 
 @pytest.mark.case("C4")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("hidden", [100, 320, 136, 7])
 def test_hidden_that_is_no_multiple_of_the_tile(backend, hidden):
     """DeepEP PR 413, vLLM PR 49087: a grid by floor division drops the last columns; hidden below a tile gives zeros."""
@@ -63,7 +63,7 @@ def test_hidden_that_is_no_multiple_of_the_tile(backend, hidden):
 
 
 @pytest.mark.case("C5")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_nothing_is_read_past_an_operand(backend, activation, fresh_memory):
     """scattermoe c48ffb0: a tail mask tied to the wrong loop counter reads weights past their end. All margins hold NaN."""
@@ -84,7 +84,7 @@ def test_nothing_is_read_past_an_operand(backend, activation, fresh_memory):
 
 
 @pytest.mark.case("C6")
-@each_backend
+@each_backend_slowly
 def test_few_tokens_match_a_batch(backend):
     """aiter PR 4041, sglang-jax 1193: decode of one or a few tokens is wrong or refused, which batching hides."""
     E, K, H, ffn = (128, 8, 2048, 768) if HAS_CUDA else (16, 4, 32, 24)
@@ -133,14 +133,14 @@ def test_router_refuses_more_choices_than_experts():
 
 @pytest.mark.case("C8")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 def test_given_ids_may_outnumber_experts(backend):
     """aiter PR 5009: sixteen given choices of eight experts, so experts repeat and their contributions add up."""
     Problem.draw(16, 12, 8, torch.randint(8, (2, 16))).check(backend)
 
 
 @pytest.mark.case("C8")
-@each_backend
+@each_backend_slowly
 def test_every_expert_chosen_is_the_dense_mixture(backend):
     """aiter PR 5009: with K = E the layer is the softmax mixture of all experts."""
     moe = layer(32, 24, 8, 8, backend=backend)
@@ -228,7 +228,7 @@ def test_other_tiles_are_refused(name, block):
 
 
 @pytest.mark.case("C2", "C4")
-@each_backend
+@each_backend_slowly
 def test_layer_of_odd_sizes(backend):
     """megablocks issue 114, vLLM PR 49087: the module accepts what the products accept, trained and under no_grad."""
     config = MoEConfig(37, 53, 3, bias=True, router=RouterConfig(top_k=2), init_std=0.2)

@@ -17,7 +17,7 @@ from blocksparse_moe import RouterConfig, RouterOutput, expert_mlp
 from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import Topology, reference
 from tests.cases.helpers import DTYPE, Problem, Result, dense_moe, distinct_ids, free_memory, gradients, layer, relative_error
-from tests.support import DEVICE, HAS_CUDA, each_backend
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 4096) if HAS_CUDA else (20, 12, 3, 2, 5)
 
@@ -34,7 +34,7 @@ def test_router_without_task_gradient_is_announced():
 
 
 @pytest.mark.case("F1")
-@each_backend
+@each_backend_slowly
 def test_one_choice_trains_the_router(backend):
     """minimind 858: without renormalisation the router of K = 1 gets a gradient of the size of the others."""
     moe = layer(H, FFN, E, 1, normalize=False, backend=backend)
@@ -46,7 +46,7 @@ def test_one_choice_trains_the_router(backend):
 
 @pytest.mark.case("F2")
 @pytest.mark.usefixtures("poisoned_memory")
-@each_backend
+@each_backend_slowly
 def test_dropped_slot_does_not_end_the_gate_gradient(backend):
     """Tutel PR 127: the gate gradient returns at the first dropped slot, so later gates get none."""
     ids = distinct_ids(8, 8, 8)
@@ -64,7 +64,7 @@ def test_dropped_slot_does_not_end_the_gate_gradient(backend):
 
 
 @pytest.mark.case("F3")
-@each_backend
+@each_backend_slowly
 def test_renormalised_weights_are_differentiable(backend):
     """megablocks PR 70: the weights are normalised in place, which breaks autograd. Gradients against the dense layer."""
     moe = layer(H, FFN, E, K, backend=backend, dtype=torch.float32)
@@ -110,7 +110,7 @@ def test_gradcheck_of_the_torch_backend():
 
 
 @pytest.mark.case("F5")
-@each_backend
+@each_backend_slowly
 def test_zero_and_negative_weights(backend):
     """unsloth-zoo PR 858: the gate's gradient is found by dividing by a clamped gate: wrong for weights of 0 and below."""
     problem = Problem.draw(H, FFN, E, distinct_ids(T, E, 3))
@@ -120,7 +120,7 @@ def test_zero_and_negative_weights(backend):
 
 
 @pytest.mark.case("F6")
-@each_backend
+@each_backend_slowly
 def test_balance_loss_reaches_the_router_alone(backend):
     """NeMo Automodel 1408, 1412: the node of the balance loss is thrown away, so its coefficient has no effect."""
     moe = layer(H, FFN, E, K, backend=backend)
@@ -146,7 +146,7 @@ def test_balance_loss_reaches_the_router_alone(backend):
 
 
 @pytest.mark.case("F7")
-@each_backend
+@each_backend_slowly
 def test_gradients_accumulate(backend):
     """Primus PR 1046: of two micro-batches without zeroing only the first one's expert gradient is kept."""
     moe = layer(H, FFN, E, K, backend=backend)
@@ -201,7 +201,7 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
 
 
 @pytest.mark.case("F9")
-@each_backend
+@each_backend_slowly
 def test_frozen_inputs_cost_no_gradient(backend, calls):
     """pytorch/ao PR 4471, ms-swift PR 9790: frozen weights crash the backward, or their gradients are made for nothing."""
     problem = Problem.draw(H, FFN, E, distinct_ids(T, E, K))
@@ -229,7 +229,7 @@ def test_frozen_inputs_cost_no_gradient(backend, calls):
 
 
 @pytest.mark.case("F9")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("frozen", ["experts", "router"])
 def test_frozen_modules(backend, frozen, calls):
     """Liger PR 1441: the same for a layer whose experts, or whose router, are frozen."""
@@ -246,7 +246,7 @@ def test_frozen_modules(backend, frozen, calls):
 
 
 @pytest.mark.case("F10")
-@each_backend
+@each_backend_slowly
 def test_hooks_see_every_kept_activation(backend):
     """Tutel PR 238: activations kept as attributes, not as saved tensors, escape the hooks that would offload them."""
     moe = layer(H, FFN, E, K, backend=backend)
@@ -277,7 +277,7 @@ def test_hooks_see_every_kept_activation(backend):
 
 
 @pytest.mark.case("F10")
-@each_backend
+@each_backend_slowly
 def test_dropped_graphs_leave_nothing_behind(backend):
     """Tutel PR 238: twenty training forwards whose graph is dropped, after which memory is what it was."""
     moe = layer(H, FFN, E, K, backend=backend)

@@ -15,11 +15,11 @@ from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation
 from tests.cases.configs import each_column_config_and_depth, each_row_config_and_depth, skip_what_does_not_fit
 from tests.cases.helpers import Problem, distinct_ids, layer, low_precision
-from tests.support import DEVICE, HAS_CUDA, each_backend, each_backend_and_dtype
+from tests.support import DEVICE, HAS_CUDA, each_backend_and_dtype, each_backend_slowly
 
 
 @pytest.mark.case("G1")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "gather-sum"])
 @pytest.mark.parametrize("form", ["ids", "pairs"])
 def test_contributions_are_summed_in_fp32(backend, weighted, form):
@@ -96,7 +96,7 @@ def test_weight_gradients_of_every_configuration(config, dtype):
 
 
 @pytest.mark.case("G3")
-@each_backend
+@each_backend_slowly
 def test_equal_experts_are_one_mlp(backend):
     """torchtitan PR 1974: an inexact combine costs accuracy: relative error 0.0098 where 0.0025 is possible."""
     dtype = low_precision(backend)
@@ -151,7 +151,7 @@ def test_fp32_is_fp32_unless_asked(backend, fp32_setting):
 
 @pytest.mark.case("G4")
 @pytest.mark.gpu
-@each_backend
+@each_backend_slowly
 def test_tf32_is_used_when_asked(backend, fp32_setting):
     """triton 6265: the setting of torch decides, for both backends alike."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"

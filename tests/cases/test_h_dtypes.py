@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.cases.helpers import gradients, layer, low_precision, relative_error
-from tests.support import DEVICE, HAS_CUDA, each_backend
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 2048) if HAS_CUDA else (24, 16, 4, 2, 7)
 
 
 @pytest.mark.case("H1")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_fp32_layer_under_autocast(backend, bias):
     """transformers 43828, megablocks PR 111 and 14: under autocast a custom function receives mixed dtypes and fails."""
@@ -36,7 +36,7 @@ def test_fp32_layer_under_autocast(backend, bias):
 
 
 @pytest.mark.case("H1")
-@each_backend
+@each_backend_slowly
 def test_low_precision_input_under_autocast(backend):
     """megablocks PR 14: the input was cast by an earlier autocast op, the weights were not."""
     dtype = low_precision(backend)
@@ -49,7 +49,7 @@ def test_low_precision_input_under_autocast(backend):
 
 
 @pytest.mark.case("H2")
-@each_backend
+@each_backend_slowly
 def test_fp32_weights_and_low_precision_input(backend):
     """NeMo Automodel PR 1913, 3828: fp32 weights meet low-precision activations. Computed in fp32, returned as they came."""
     dtype = low_precision(backend)
@@ -64,7 +64,7 @@ def test_fp32_weights_and_low_precision_input(backend):
 
 
 @pytest.mark.case("H2")
-@each_backend
+@each_backend_slowly
 def test_low_precision_weights_and_fp32_input(backend):
     """NeMo Automodel PR 3828: the reverse."""
     dtype = low_precision(backend)
@@ -93,7 +93,7 @@ def test_module_cast_to_low_precision(backend, cast):
 
 
 @pytest.mark.case("H4")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_router_computes_in_fp32(backend, autocast):
     """DeepSpeed 7747: a framework casts the router to bf16; routing then fails or loses precision."""

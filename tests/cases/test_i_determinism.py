@@ -7,11 +7,11 @@ import torch
 
 from blocksparse_moe import Topology, expert_mlp
 from tests.cases.helpers import Problem, distinct_ids, gradients, layer, low_precision
-from tests.support import DEVICE, HAS_CUDA, each_backend
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 
 @pytest.mark.case("I1")
-@each_backend
+@each_backend_slowly
 def test_layer_repeats_bit_for_bit(backend):
     """transformers 43360, torchtitan PR 1974: a combine by atomic adds makes greedy decoding differ between runs."""
     H, ffn, E, K, T = (2048, 768, 128, 8, 512) if HAS_CUDA else (32, 16, 16, 8, 12)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import dMoE
-from tests.cases.helpers import DTYPE, each_backend_slowly, gradients, layer, low_precision
-from tests.support import DEVICE, HAS_CUDA, each_backend
+from tests.cases.helpers import DTYPE, gradients, layer, low_precision
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 2048) if HAS_CUDA else (20, 12, 4, 2, 4)
 
@@ -32,7 +32,7 @@ def step(moe: dMoE, x: Tensor, autocast: torch.dtype | None, mode: bool | None) 
 
 
 @pytest.mark.case("L1", "L2")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize(
     ("use_reentrant", "autocast"),
     [
@@ -56,7 +56,7 @@ def test_checkpointed_layer_with_near_ties(backend, use_reentrant, autocast):
 
 
 @pytest.mark.case("L2")
-@each_backend
+@each_backend_slowly
 def test_saved_tensors_are_read_once(backend):
     """allenai/OLMo PR 639: a backward that reads its saved tensors twice fails under checkpointing, "unpacked twice"."""
     moe = layer(H, FFN, E, K, backend=backend)

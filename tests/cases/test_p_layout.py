@@ -13,7 +13,7 @@ from torch import Tensor
 from blocksparse_moe import BlockSparse, combine, dsd, expert_mlp, sdd
 from blocksparse_moe.products import implementation
 from tests.cases.helpers import DTYPE, Problem, distinct_ids, free_memory, low_precision
-from tests.support import DEVICE, HAS_CUDA, LAYOUTS, each_backend
+from tests.support import DEVICE, HAS_CUDA, LAYOUTS, each_backend_slowly
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 2048) if HAS_CUDA else (24, 16, 3, 2, 7)
 
@@ -28,7 +28,7 @@ def assert_same(problem: Problem, contiguous: Problem, backend: str) -> None:
 
 
 @pytest.mark.case("P1")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "offset by one element"])
 def test_views_give_what_contiguous_tensors_give(backend, layout):
     """Tutel 218, intel-xpu-backend-for-triton 7455: non-contiguous input gives wrong values and no error."""
@@ -50,7 +50,7 @@ def test_views_give_what_contiguous_tensors_give(backend, layout):
 
 
 @pytest.mark.case("P1")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("dim", [0, 1])
 def test_expanded_input(backend, dim):
     """Tutel 218: an input of stride 0, one token for all or one number per token."""
@@ -63,7 +63,7 @@ def test_expanded_input(backend, dim):
 
 
 @pytest.mark.case("P1")
-@each_backend
+@each_backend_slowly
 def test_expanded_incoming_gradient(backend):
     """Tutel 218: the gradient of `y.sum()` is one number with stride 0 in both dimensions; also through the products."""
     problem = Problem.draw(H, FFN, E, distinct_ids(T, E, K))
@@ -85,7 +85,7 @@ def test_expanded_incoming_gradient(backend):
 
 
 @pytest.mark.case("P2")
-@each_backend
+@each_backend_slowly
 def test_odd_strides_and_unaligned_pointers(backend):
     """transformers 48644: an odd row stride reaches a kernel that needs 16-byte alignment. Hidden 1025, transposed weights."""
     dtype = low_precision(backend)
@@ -132,7 +132,7 @@ def packed_weight(layout: str) -> Tensor:
 
 
 @pytest.mark.case("P3")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("layout", ["halves", "transposed"])
 def test_halves_of_a_packed_weight_are_not_copied(backend, layout, weights_seen):
     """Liger PR 1377: gate and up halves of one packed tensor are refused, which forces full copies of the weights."""
@@ -155,7 +155,7 @@ def test_halves_of_a_packed_weight_are_not_copied(backend, layout, weights_seen)
 
 
 @pytest.mark.case("P3")
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("layout", ["halves", "transposed", "interleaved"])
 def test_packed_weight_reaches_the_kernels_as_it_is(backend, layout, weights_seen):
     """Liger PR 1377: the packed tensor itself, halves apart, transposed or interleaved, forward and backward."""
@@ -176,7 +176,7 @@ def test_packed_weight_reaches_the_kernels_as_it_is(backend, layout, weights_see
 
 @pytest.mark.case("P3")
 @pytest.mark.gpu
-@each_backend
+@each_backend_slowly
 @torch.no_grad()
 def test_no_memory_for_copies_of_weights(backend):
     """Liger PR 1377: 0.375 GiB a layer for copies. With 512 tokens nothing of a weight's size may be allocated."""

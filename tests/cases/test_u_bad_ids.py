@@ -18,7 +18,10 @@ from tests.support import DEVICE, HAS_CUDA
     ("backend", "outside"),
     [
         *[("torch", outside) for outside in (-1, -(2**31), 4, 1000)],
-        *[("triton", outside) for outside in ((-1, -(2**31), 4, 1000) if HAS_CUDA else (-1, 4))],
+        *[
+            pytest.param("triton", outside, marks=pytest.mark.slow)
+            for outside in ((-1, -(2**31), 4, 1000) if HAS_CUDA else (-1, 4))
+        ],
     ],
 )
 def test_ids_outside_add_nothing(backend, outside):
