@@ -6,6 +6,7 @@ On a CPU tensors are spread over virtual memory, so that real offsets pass 2**31
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -133,13 +134,17 @@ READERS = (
 @on_cpu
 @each_backend_slowly
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
-def test_operands_are_read_beyond_32_bits(backend, read, leave_memory_alone):
-    """megablocks PR 185, TransformerEngine 2908: a read at row * stride (or column * stride) wraps in 32 bits."""
+@pytest.mark.parametrize("bits", [31, 34])
+def test_operands_are_read_beyond_32_bits(backend, bits, read, leave_memory_alone):
+    """megablocks PR 185, TransformerEngine 2908: a read at row * stride (or column * stride) wraps in 32 bits.
+
+    Over 2**34 elements the step of a loop, block * stride, would wrap as well.
+    """
     kernels = implementation(backend)
     torch.manual_seed(0)
     near = read(kernels, lambda tensor, dim: tensor.transpose(dim, 0).contiguous().transpose(0, dim))
     torch.manual_seed(0)
-    for found, expected in zip(read(kernels, far), near, strict=True):
+    for found, expected in zip(read(kernels, partial(far, span=2**bits)), near, strict=True):
         assert relative_error(found, expected) < 2e-3
 
 

@@ -28,7 +28,7 @@ from ..launch import (
 )
 from ..reference import Order
 from .dsd_transposed import dsd_transposed
-from .tiles import dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
+from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
 
 
 @triton.jit
@@ -57,14 +57,14 @@ def _dsd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     column = wrapped(offs_n, H - first_column)
     mask_m = offs_m < length
-    s_rows = S + s_offset + tl.where(mask_m, offs_m, 0)[:, None] * s_stride
-    W += w_offset + first_column.to(tl.int64) * stride_wh
+    s_rows = S + s_offset + along(tl.where(mask_m, offs_m, 0), s_stride)[:, None]
+    W += w_offset + along(first_column, stride_wh)
 
     zero = tl.load(Offsets).to(tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for half in tl.static_range(HALVES):
-        s_ptrs = s_rows + (half * columns + offs_k)[None, :] * stride_sn
-        w_ptrs = W + half * w_half + offs_k[:, None] * stride_wn + column[None, :] * stride_wh
+        s_ptrs = s_rows + along(half * columns + offs_k, stride_sn)[None, :]
+        w_ptrs = W + half * w_half + along(offs_k, stride_wn)[:, None] + along(column, stride_wh)[None, :]
         for k in range(0, columns, BLOCK_K):
             if EVEN_K:
                 s = tl.load(s_ptrs)
@@ -74,11 +74,11 @@ def _dsd_kernel(
                 s = tl.load(s_ptrs, mask=mask_k[None, :], other=0.0)
                 w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
             acc = dot(s, w, acc, zero, PRECISION)
-            s_ptrs += BLOCK_K * stride_sn
-            w_ptrs += BLOCK_K * stride_wn
+            s_ptrs += tl.cast(stride_sn, tl.int64) * BLOCK_K
+            w_ptrs += tl.cast(stride_wn, tl.int64) * BLOCK_K
 
     if HAS_BIAS:
-        bias_ptrs = Bias + expert.to(tl.int64) * stride_be + (first_column + column) * stride_bh
+        bias_ptrs = Bias + expert.to(tl.int64) * stride_be + along(first_column + column, stride_bh)
         acc += tl.load(bias_ptrs).to(tl.float32)[None, :]
     y_ptrs = Y + first_row.to(tl.int64) * H + first_column + offs_m[:, None] * H + offs_n[None, :]
     tl.store(y_ptrs, acc.to(Y.dtype.element_ty), mask=mask_m[:, None] & (offs_n < H - first_column)[None, :])

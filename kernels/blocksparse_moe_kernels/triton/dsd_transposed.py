@@ -25,7 +25,7 @@ from ..launch import (
     value_strides,
 )
 from ..reference import Order
-from .tiles import dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
+from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
 
 
 @triton.jit
@@ -58,9 +58,9 @@ def _dsd_transposed_kernel(
     s_column = half * columns + first_column + wrapped(offs_m, columns - first_column)
     x_column = wrapped(offs_n, H - first_hidden)
     S += s_offset
-    X += first_hidden.to(tl.int64) * stride_xh
+    X += along(first_hidden, stride_xh)
     Tokens += first_row
-    s_ptrs = S + s_column.to(tl.int64)[:, None] * stride_sn + offs_k.to(tl.int64)[None, :] * s_stride
+    s_ptrs = S + along(s_column, stride_sn)[:, None] + along(offs_k, s_stride)[None, :]
 
     # The rows of the next step are looked up while this one is multiplied: looked up in its own step, an index costs a stage
     # of the pipeline.
@@ -71,7 +71,7 @@ def _dsd_transposed_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, num_rows, BLOCK_K):
         mask_k = offs_k < num_rows - k
-        x_ptrs = X + row.to(tl.int64)[:, None] * stride_xt + x_column[None, :] * stride_xh
+        x_ptrs = X + along(row, stride_xt)[:, None] + along(x_column, stride_xh)[None, :]
         s = tl.load(s_ptrs, mask=mask_k[None, :], other=0.0)
         x = tl.load(x_ptrs, mask=mask_k[:, None], other=0.0)
         if GATHER:
@@ -80,11 +80,11 @@ def _dsd_transposed_kernel(
         else:
             row += BLOCK_K
         acc = dot(s, x, acc, zero, PRECISION)
-        s_ptrs += BLOCK_K * s_stride
+        s_ptrs += tl.cast(s_stride, tl.int64) * BLOCK_K
 
-    Out += out_offset + half * out_half + first_column.to(tl.int64) * stride_on + first_hidden.to(tl.int64) * stride_oh
+    Out += out_offset + half * out_half + along(first_column, stride_on) + along(first_hidden, stride_oh)
     mask = (offs_m < columns - first_column)[:, None] & (offs_n < H - first_hidden)[None, :]
-    out_ptrs = Out + offs_m[:, None] * stride_on + offs_n[None, :] * stride_oh
+    out_ptrs = Out + along(offs_m, stride_on)[:, None] + along(offs_n, stride_oh)[None, :]
     tl.store(out_ptrs, acc.to(Out.dtype.element_ty), mask=mask)
 
 

@@ -28,7 +28,7 @@ from ..launch import (
 from ..reference import Order
 from ..topology import Topology
 from .activation_functions import function_value
-from .tiles import dot, fp32_precision, grouped_order, split_halves, value_rows, weight_block, wrapped
+from .tiles import along, dot, fp32_precision, grouped_order, split_halves, value_rows, weight_block, wrapped
 
 
 @triton.jit
@@ -61,9 +61,9 @@ def _sdd_kernel(
     rows = first_row + tl.where(mask_m, offs_m, 0)
     if GATHER:
         rows = tl.load(Tokens + rows)
-    x_ptrs = X + rows.to(tl.int64)[:, None] * stride_xt + offs_k[None, :] * stride_xh
-    W += w_offset + first_column.to(tl.int64) * stride_wn
-    w_ptrs = W + (half * w_half)[None, :] + column[None, :] * stride_wn + offs_k[:, None] * stride_wh
+    x_ptrs = X + along(rows, stride_xt)[:, None] + along(offs_k, stride_xh)[None, :]
+    W += w_offset + along(first_column, stride_wn)
+    w_ptrs = W + (half * w_half + along(column, stride_wn))[None, :] + along(offs_k, stride_wh)[:, None]
 
     zero = tl.load(Offsets).to(tl.float32)
     acc = tl.zeros((BLOCK_M, HALVES * BLOCK_N), tl.float32)
@@ -76,8 +76,8 @@ def _sdd_kernel(
             x = tl.load(x_ptrs, mask=mask_k[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
         acc = dot(x, w, acc, zero, PRECISION)
-        x_ptrs += BLOCK_K * stride_xh
-        w_ptrs += BLOCK_K * stride_wh
+        x_ptrs += tl.cast(stride_xh, tl.int64) * BLOCK_K
+        w_ptrs += tl.cast(stride_wh, tl.int64) * BLOCK_K
 
     if HAS_BIAS:
         if VARIED:
@@ -86,7 +86,7 @@ def _sdd_kernel(
         else:
             Bias += expert.to(tl.int64) * stride_be
             b_half = stride_bg
-        acc += tl.load(Bias + half * b_half + (first_column + column) * stride_bn).to(tl.float32)[None, :]
+        acc += tl.load(Bias + half * b_half + along(first_column + column, stride_bn)).to(tl.float32)[None, :]
 
     offs_n = first_column + tl.arange(0, BLOCK_N)
     mask = mask_m[:, None] & (offs_n < columns)[None, :]

@@ -74,6 +74,12 @@ def wrapped(offs, size):
 
 
 @triton.jit
+def along(offs, stride):
+    """Offsets in elements, in 64 bits: the stride of a view may be as long as the tensor that it is a view of."""
+    return offs.to(tl.int64) * stride
+
+
+@triton.jit
 def split_halves(tile):
     """[M, 2 * N] -> its left and right [M, N]; stays in the registers of a wgmma accumulator."""
     pair = tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1))
