@@ -34,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import PTXASError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import blocksparse_moe_kernels.triton as kernel_package
 from blocksparse_moe_kernels.config import GemmConfig
@@ -66,6 +67,9 @@ class Launch:
                 signature[name], number = f"*{POINTERS[value.dtype]}", value.data_ptr()
             elif isinstance(value, int):
                 signature[name], number = "i32" if -(2**31) <= value < 2**31 else "i64", value
+            elif isinstance(value, TensorDescriptor):
+                signature[name] = f"tensordesc<{POINTERS[value.base.dtype]}{list(value.block_shape)}>"
+                continue
             else:
                 raise TypeError(
                     f"{self.kernel.__name__}: {name}={value!r} is neither a tensor nor an integer; say here how Triton types it"
@@ -142,8 +146,8 @@ class Report:
         return f"{self.build}, {self.kernel}: {sizes}, {counts}"
 
 
-INSTRUCTIONS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "cp.async.c")
-OPCODES = ("HGMMA", "HMMA", "LDGSTS", "STL", "LDL")
+INSTRUCTIONS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "cp.async.c", "cp.async.bulk.tensor")
+OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "UTMASTG", "STL", "LDL")
 TENSOR_CORE_OPCODES = ("HGMMA", "HMMA")
 
 

@@ -30,6 +30,7 @@ from blocksparse_moe_kernels.triton.combine import combine
 from blocksparse_moe_kernels.triton.dsd import dsd
 from blocksparse_moe_kernels.triton.dsd_transposed import dsd_transposed
 from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
+from blocksparse_moe_kernels.triton.topology import sort_ids
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
 
 ARCHITECTURES = tuple(SHARED_MEMORY_KB)
@@ -196,6 +197,7 @@ def helpers(layer: Layer) -> None:
     expert_sum_tokens(layer.tokens, topology, weights)
     expert_sum_tokens(layer.tokens, topology)
     bias_dot(layer.tokens, layer.down_bias(), topology)
+    sort_ids(torch.empty(T, layer.top_k, dtype=torch.int64, device="meta"), topology.num_experts, 128)
     zero_tail(layer.rows, topology.num_rows)
     zero_tail(layer.rows, topology.num_rows, H)
 
@@ -255,8 +257,8 @@ def configurations(architecture: int) -> Iterator[Build]:
 
 
 def forms(architecture: int) -> Iterator[Build]:
-    """What hangs on no configuration, once: the other layouts, fp32, and the kernels that are not products."""
-    for layout in ("columns", "varied", "strided"):
+    """What hangs on no configuration, once: every layout, fp32, and the kernels that are not products."""
+    for layout in ("rows", "columns", "varied", "strided"):
         rows, columns = row_configs("bf16", architecture), column_configs("bf16", architecture)
         tile = -1 if layout == "strided" else 0
         yield Build(up, Layer(layout=layout), architecture, rows[tile])

@@ -69,7 +69,8 @@ def routings(draw, max_tokens: int = 12, max_experts: int = 5, max_top_k: int = 
     return Routing(ids.view(num_tokens, top_k).to(DEVICE, dtype), num_experts)
 
 
-sizes = st.integers(1, 40)
+LONGEST_SUM = 40
+sizes = st.integers(1, LONGEST_SUM)
 
 
 @st.composite
@@ -118,7 +119,9 @@ def leaf(tensor: Tensor, dtype: torch.dtype, layout: str = "contiguous") -> Tens
 def assert_within_budget(name: str, ours: Tensor, oracle: Tensor, torchs: Tensor, computed_in: torch.dtype) -> None:
     """Our error is at most twice (torch's own error in the same dtype + one rounding), all in the maximum norm.
 
-    A rounding is of the size of the result, or of the terms that cancel in it: inputs are of size one, and hence those.
+    A rounding is of the size of the result, or of the terms that cancel in it: inputs are of size one, and hence those. To it
+    come those of a sum in fp32, which wander like a random walk of as many steps; torch's own may be back at nil by chance,
+    since results are small.
     `computed_in` is the dtype of the operands: the gradient of an fp32 routing weight beside fp16 operands is as exact as fp16.
     """
     assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(oracle.shape)}"
@@ -126,8 +129,10 @@ def assert_within_budget(name: str, ours: Tensor, oracle: Tensor, torchs: Tensor
         return
     error = (ours.double() - oracle).abs().max()
     torch_error = (torchs.double() - oracle).abs().max()
-    rounding = torch.finfo(computed_in).eps * oracle.abs().max().clamp(min=1)
-    if computed_in == torch.float64:  # the oracle is rounded as well, once for every term of a sum
-        rounding *= 64
+    summed_in = torch.promote_types(computed_in, torch.float32)
+    rounding = torch.finfo(computed_in).eps + torch.finfo(summed_in).eps * LONGEST_SUM**0.5
+    if computed_in == torch.float64:  # the oracle is rounded as well
+        rounding *= 8
+    rounding *= oracle.abs().max().clamp(min=1)
     budget = 2 * (torch_error + rounding) + torch.finfo(computed_in).tiny
     assert error <= budget, f"{name}: error {error:.3e} exceeds the budget {budget:.3e} (torch's own {torch_error:.3e})"

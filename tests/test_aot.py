@@ -36,12 +36,18 @@ NOT_TUNED = [
 """Kernels and layouts that hints could make fast."""
 
 ALLOWED_STACK = {
-    ("_sdd_kernel", GemmConfig(128, 256, 64, 8, 3)): (
-        320,
-        "once a tile, in the epilogue; prototypes of 128x128, which spills nothing, were 13 to 26 % slower on an H200",
+    ("_sdd_tma_kernel", GemmConfig(128, 256, 64, 8, 3, tma=True)): (
+        160,
+        "erf of all columns, once a tile; prototypes of 128x128, which spills nothing, were 13 to 26 % slower on an H200",
     ),
+    ("_sdd_kernel", GemmConfig(128, 256, 64, 8, 3, tma=True)): (320, "as above; a documented slower path"),
 }
 """Bytes of spilled registers that a configuration of sm_90 may have outside its loop, and the measured reason."""
+
+
+STORE_BUFFER = {"_sdd_tma_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2}
+"""Bytes of the buffer from which TMA stores, for each element of the tile (sdd stores half a tile at a time). A transposed
+product whose store shared the buffers of its loads (128x256, both operands by TMA; Triton 3.6, H200) wrote wrong results."""
 
 
 def compile_ahead(folder: Path, architecture: int, *options: str) -> list[Report]:
@@ -84,8 +90,16 @@ def faults(report: Report) -> list[str]:
     # mma.sync reads its operands into registers, so the stage that is multiplied needs no buffer.
     buffers = config.num_stages - (expected == "mma.sync")
     pipelined = 2 * buffers * config.block_k * (config.block_m + config.block_n)
-    if not report.instructions["cp.async.c"] or report.shared < pipelined:
+    by_descriptor = report.kernel.endswith("_tma_kernel")
+    copies = report.instructions["cp.async.c"] + report.instructions["cp.async.bulk.tensor"]
+    if not copies or report.shared < pipelined:
         found.append(f"does not load ahead: {buffers} buffers of both operands take {pipelined} B")
+    if (
+        by_descriptor
+        and report.architecture == 90
+        and report.shared < pipelined + STORE_BUFFER[report.kernel] * config.block_n * config.block_m
+    ):
+        found.append("has no buffer of its own for the store: see STORE_BUFFER")
     if report.architecture == 90:
         allowed, reason = ALLOWED_STACK.get((report.kernel, config), (0, "no spill is worth it"))
         if report.stack > allowed:

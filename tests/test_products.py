@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from blocksparse_moe import dsd, sdd
-from blocksparse_moe_kernels import BlockSparse, Columns, Topology, reference
+from blocksparse_moe.products import implementation
+from blocksparse_moe_kernels import ACTIVATIONS, BlockSparse, Columns, Topology, reference
+from blocksparse_moe_kernels.config import GemmConfig, column_product_config, row_product_config
 
 from .support import (
     DEVICE,
+    HAS_CUDA,
     assert_within_budget,
     column_choices,
     each_backend,
@@ -191,3 +197,114 @@ def test_dtypes_must_agree(backend):
     x, w = torch.randn(1, 8, device=DEVICE), torch.randn(1, 5, 8, device=DEVICE, dtype=torch.float16)
     with pytest.raises(TypeError, match=r"convert one, for example with \.to\(torch\.float16\)"):
         sdd(x, w, topology, backend=backend)
+
+
+# ---------------------------------------------------------------- operands by descriptor
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The launchers whose weight went through the tensor memory accelerator, in the order of their calls."""
+    calls = []
+    for launcher in ("sdd", "dsd", "dsd_transposed"):
+        module = importlib.import_module(f"blocksparse_moe_kernels.triton.{launcher}")
+        describe = module.describe_weight
+
+        def spy(*arguments, describe=describe, launcher=launcher):
+            calls.append(launcher)
+            return describe(*arguments)
+
+        monkeypatch.setattr(module, "describe_weight", spy)
+    return calls
+
+
+DESCRIBED_DTYPE = torch.bfloat16 if HAS_CUDA else torch.float16
+TMA_TILE = GemmConfig(16, 32, 16, 4, 2, tma=True)
+dense_axes = st.sampled_from(["hidden", "columns"])
+eights = st.integers(1, 6).map(lambda number: 8 * number)
+
+
+def weight_of(experts: int, columns: int, hidden: int, dense_axis: str, halves: int = 1) -> torch.Tensor:
+    shape = (experts, halves * columns, hidden)
+    w = randn(*shape, dtype=DESCRIBED_DTYPE).to(DESCRIBED_DTYPE)
+    return w if dense_axis == "hidden" else w.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.skipif(HAS_CUDA and torch.cuda.get_device_capability() < (9, 0), reason="needs the copy engine of sm_90")
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_descriptors_change_nothing(described, data):
+    """Every product, bit for bit: operands read and results written by the tensor memory accelerator and by pointers."""
+    described.clear()
+    kernels, routing = implementation("triton"), data.draw(routings())
+    topology, columns, hidden = routing.topology, data.draw(eights), data.draw(eights)
+    if topology.num_slots == 0:
+        return
+    experts, activation = routing.num_experts, ACTIVATIONS[data.draw(st.sampled_from(["swiglu", "gelu"]))]
+    w = weight_of(experts, columns, hidden, data.draw(dense_axes))
+    up = weight_of(experts, columns, hidden, "hidden", activation.halves)
+    up_bias = weight_of(1, activation.halves * columns, experts, "hidden")[0].T if data.draw(st.booleans()) else None
+    down_bias = weight_of(1, experts, hidden, "hidden")[0] if data.draw(st.booleans()) else None
+    order, save_pre = data.draw(st.sampled_from(["tokens", "rows"])), data.draw(st.booleans())
+    x = weight_of(1, topology.num_tokens if order == "tokens" else topology.num_slots, hidden, "hidden")[0]
+    x_tokens = weight_of(1, topology.num_tokens, hidden, "hidden")[0]
+    s = BlockSparse(weight_of(1, topology.num_slots, columns, "hidden")[0], topology, Columns.equal(columns, experts))
+    s.values[int(topology.num_rows) :] = torch.nan
+
+    def run(config):
+        pre, act = kernels.sdd_activation(x_tokens, up, topology, activation, bias=up_bias, save_pre=save_pre, config=config)
+        return (
+            *([pre.values] if save_pre else []),
+            act.values,
+            kernels.sdd(x, w, topology, order=order, config=config).values,
+            kernels.dsd(s, w, bias=down_bias, config=config),
+            kernels.dsd_transposed(s, x, order=order, like=w, config=config),
+        )
+
+    by_descriptors = run(TMA_TILE)
+    assert described == ["sdd", "sdd", "dsd", "dsd_transposed"]
+    by_pointers = run(replace(TMA_TILE, tma=False))
+    assert len(described) == 4
+    kept = int(topology.num_rows)
+    for found, expected in zip(by_descriptors[:-1], by_pointers[:-1], strict=True):
+        assert torch.equal(found[:kept], expected[:kept])
+        assert found[kept:].isnan().all(), "rows behind the last one are not written"
+    rounding = 0 if HAS_CUDA else torch.finfo(DESCRIBED_DTYPE).eps  # numpy sums the transposed product in another order
+    torch.testing.assert_close(by_descriptors[-1], by_pointers[-1], rtol=rounding, atol=rounding)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(HAS_CUDA and torch.cuda.get_device_capability() < (9, 0), reason="needs the copy engine of sm_90")
+@pytest.mark.parametrize("hidden", [2048, 2040])
+def test_descriptors_change_nothing_at_real_size(hidden):
+    """A race of copy engine and threads would show in some of many tiles, or in one of several runs."""
+    kernels, experts, columns = implementation("triton"), 24, 776
+    ids = (torch.rand(12_000, 4, device=DEVICE) ** 3 * (experts + 1)).long()
+    ids[ids == 7] = -1
+    topology = Topology.from_ids(ids, experts)
+    kept = int(topology.num_rows)
+    up, w = weight_of(experts, columns, hidden, "hidden", 2), weight_of(experts, columns, hidden, "columns")
+    x = weight_of(1, 12_000, hidden, "hidden")[0]
+    s = BlockSparse(weight_of(1, 48_000, 2 * columns, "hidden")[0], topology, Columns.equal(2 * columns, experts))
+    s.values[kept:] = torch.nan
+    rows = row_product_config(48_000, experts, x.dtype, DEVICE)
+    reduced = column_product_config(48_000, experts, x.dtype, DEVICE)
+    assert rows.tma and reduced.tma
+
+    def run(tma):
+        row_config, column_config = replace(rows, tma=tma), replace(reduced, tma=tma)
+        pre, act = kernels.sdd_activation(x, up, topology, ACTIVATIONS["swiglu"], config=row_config)
+        return (
+            pre.values[:kept],
+            act.values[:kept],
+            kernels.sdd(x, w, topology, config=row_config).values[:kept],
+            kernels.dsd(s, up, config=row_config)[:kept],
+            kernels.dsd(BlockSparse(act.values, topology, Columns.equal(columns, experts)), w, config=row_config)[:kept],
+            kernels.dsd_transposed(s, x, order="tokens", like=up, config=column_config),
+            kernels.dsd_transposed(s, x[topology.tokens.long()], order="rows", config=column_config),
+        )
+
+    by_pointers = run(tma=False)
+    for _ in range(10):
+        for found, expected in zip(run(tma=True), by_pointers, strict=True):
+            assert torch.equal(found, expected)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from blocksparse_moe_kernels import Columns, Topology, reference
+from blocksparse_moe_kernels.config import choose_block_m
 
 from .support import DEVICE, Routing, routings
 
@@ -99,6 +100,37 @@ def test_from_ids(routing, layout):
     assert topology.offsets.tolist() == offsets
 
 
+@given(wide_routings, st.sampled_from(sorted(ID_LAYOUTS)), st.integers(1, 40))
+def test_sort_kernels(routing, layout, block_m):
+    """The counting sort in Triton gives what torch's sort gives."""
+    from blocksparse_moe_kernels.triton.topology import sort_ids
+
+    ids, E = ID_LAYOUTS[layout](routing.expert_ids), routing.num_experts
+    expected = Topology.from_ids(ids.cpu(), E, block_ms=(block_m,))
+    (schedule,) = expected.schedules
+    results = (expected.tokens, expected.slots, expected.rows, expected.offsets, schedule.tiles, schedule.num_tiles)
+    for found, tensor in zip(sort_ids(ids, E, block_m), results, strict=True):
+        assert found.dtype == tensor.dtype and torch.equal(found.cpu(), tensor)
+
+
+@pytest.mark.parametrize("E", [5, 1024, 1025])
+def test_sort_kernels_over_several_blocks(E):
+    from blocksparse_moe_kernels.triton.topology import sort_ids
+
+    ids = large_ids(300, 2, E, outside=True)
+    expected = Topology.from_ids(ids.cpu(), E, block_ms=(16,))
+    *fields, tiles, num_tiles = sort_ids(ids, E, 16)
+    for found, name in zip(fields, ("tokens", "slots", "rows", "offsets"), strict=True):
+        assert torch.equal(found.cpu(), getattr(expected, name))
+    assert torch.equal(tiles.cpu(), expected.schedules[0].tiles)
+    assert num_tiles == (tiles[0] >= 0).sum()
+
+
+@pytest.mark.gpu
+def test_sort_op():
+    torch.library.opcheck(torch.ops.blocksparse_moe_kernels.sort_ids.default, (large_ids(300, 2, 5, outside=True), 5, 16))
+
+
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0), (1, 1), (5, 3)])
 @pytest.mark.parametrize("E", [1, 3])
 def test_from_ids_of_extreme_sizes(shape, E):
@@ -115,11 +147,11 @@ def test_from_ids_of_extreme_sizes(shape, E):
 @example([2**62, 2**62, 1], 5, torch.int64)
 def test_from_counts(counts, num_rows, dtype):
     """Counts beyond M are cut off, rows beyond the counts are dropped, a negative count is none."""
-    topology = Topology.from_counts(integers(counts, dtype), num_rows)
+    topology = Topology.from_counts(integers(counts, dtype), num_rows, block_ms=(16,))
     experts = [expert for expert, count in enumerate(counts) for _ in range(min(count, num_rows))][:num_rows]
     experts += [-1] * (num_rows - len(experts))
     assert_describes(topology, range(num_rows), experts, num_rows, len(counts))
-    assert_same(topology, Topology.from_ids(integers(experts).view(-1, 1), len(counts)))
+    assert_same(topology, Topology.from_ids(integers(experts).view(-1, 1), len(counts), block_ms=(16,)))
 
 
 @st.composite
@@ -219,7 +251,7 @@ def test_schedules_made_ahead_are_those_made_later(routing, heights):
             block_ms=heights,
         ),
     ]
-    assert later.schedules == ()
+    assert [schedule.block_m for schedule in later.schedules] in ([], [choose_block_m(later.num_slots, later.num_experts)])
     for topology in ahead:
         assert [schedule.block_m for schedule in topology.schedules] == heights
         for made, block_m in zip(topology.schedules, heights, strict=True):

@@ -15,11 +15,11 @@ _LIBRARY = torch.library.Library("blocksparse_moe", "DEF")
 
 TOPOLOGY = (
     "Tensor tokens, Tensor slots, Tensor rows, Tensor offsets, Tensor? token_slots, Tensor? token_offsets, "
-    "Tensor? tiles, SymInt num_tokens, int block_m"
+    "Tensor? tiles, Tensor? num_tiles, SymInt num_tokens, int block_m"
 )
 """A `Topology` as arguments of an op, which takes tensors and numbers only; see `flatten` and `unflatten`."""
 
-NUM_TOPOLOGY = 9
+NUM_TOPOLOGY = 10
 
 
 def define(name: str, arguments: str, returns: str, run: Callable, fake: Callable) -> Any:
@@ -42,10 +42,11 @@ def no_gradients(count: int) -> tuple[None, ...]:
 
 def flatten(topology: Topology, implementation: str) -> tuple[Any, ...]:
     """The arguments `TOPOLOGY`; the row tiles travel along where the implementation uses them."""
-    block_m, tiles = 0, None
+    block_m, tiles, num_tiles = 0, None, None
     if implementation == "triton":
         block_m = choose_block_m(topology.num_slots, topology.num_experts)
-        tiles = topology.schedule(block_m).tiles
+        schedule = topology.schedule(block_m)
+        tiles, num_tiles = schedule.tiles, schedule.num_tiles
     return (
         topology.tokens,
         topology.slots,
@@ -54,6 +55,7 @@ def flatten(topology: Topology, implementation: str) -> tuple[Any, ...]:
         topology.token_slots,
         topology.token_offsets,
         tiles,
+        num_tiles,
         topology.num_tokens,
         block_m,
     )
@@ -61,8 +63,8 @@ def flatten(topology: Topology, implementation: str) -> tuple[Any, ...]:
 
 def unflatten(arguments: Sequence[Any]) -> Topology:
     """The topology of the arguments `TOPOLOGY`."""
-    tokens, slots, rows, offsets, token_slots, token_offsets, tiles, num_tokens, block_m = arguments
-    schedules = () if tiles is None else (Schedule(block_m, tiles),)
+    tokens, slots, rows, offsets, token_slots, token_offsets, tiles, num_tiles, num_tokens, block_m = arguments
+    schedules = () if tiles is None else (Schedule(block_m, tiles, num_tiles),)
     return Topology(tokens, slots, rows, offsets, num_tokens, token_slots, token_offsets, schedules)
 
 

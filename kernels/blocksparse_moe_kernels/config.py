@@ -20,6 +20,7 @@ class GemmConfig:
         block_k: depth of one step of the reduction.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
+        tma: whether operands that the tensor memory accelerator can address go through it.
     """
 
     block_m: int
@@ -27,6 +28,7 @@ class GemmConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
@@ -41,6 +43,11 @@ def architecture_of(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return max((known for known in SHARED_MEMORY_KB if known <= 10 * major + minor), default=min(SHARED_MEMORY_KB))
+
+
+def num_programs(device: torch.device) -> int:
+    """Programs of a persistent kernel: one for each multiprocessor; few in the interpreter, so that each has several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def choose_block_m(num_slots: int, num_experts: int) -> int:
@@ -58,7 +65,7 @@ def row_product_tile(block_m: int, dtype: torch.dtype, architecture: int) -> Gem
     if dtype == torch.float32:
         return GemmConfig(block_m, 64, 32, 4, 2)
     if architecture in (90, 100):
-        return GemmConfig(block_m, 256, 64, 8, 3) if block_m == 128 else GemmConfig(block_m, 128, 64, 4, 3)
+        return GemmConfig(block_m, 256, 64, 8, 3, tma=True) if block_m == 128 else GemmConfig(block_m, 128, 64, 4, 3)
     return GemmConfig(block_m, 128, 32, 8 if block_m == 128 else 4, 3)
 
 
@@ -71,5 +78,5 @@ def column_product_tile(block_rows: int, dtype: torch.dtype, architecture: int) 
     if dtype == torch.float32:
         return GemmConfig(64, 64, min(block_rows, 32), 4, 2)
     if architecture in (90, 100):
-        return GemmConfig(128, 256, min(block_rows, 64), 8, 3)
+        return GemmConfig(256, 128, min(block_rows, 64), 8, 3, tma=True)
     return GemmConfig(128, 128, min(block_rows, 32), 8, 3)

@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .config import choose_block_m
+from .sort_op import has_kernel, sort_ids, tile_capacity
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -38,10 +41,12 @@ class Schedule:
         block_m: height of a tile.
         tiles: [3, capacity] int32: expert, first row and length of each tile; unused entries are -1. The capacity
             `(M + min(E, M) * (block_m - 1)) // block_m` bounds the number of tiles whatever the routing is.
+        num_tiles: 0-dim int32, entries that are used.
     """
 
     block_m: int
     tiles: Tensor
+    num_tiles: Tensor
 
     @property
     def experts(self) -> Tensor:
@@ -78,7 +83,7 @@ class Topology:
         num_tokens: T.
         token_slots: [M] int32, slots in the order of their tokens; None when that order is the identity.
         token_offsets: [T + 1] int32, where each token's slots begin in `token_slots`; None when every token has K slots.
-        schedules: row tiles made ahead of time, see `schedule`.
+        schedules: row tiles made ahead of time, see `schedule`: those that were asked for, and on a GPU those of the products.
     """
 
     tokens: Tensor
@@ -102,6 +107,7 @@ class Topology:
             block_ms: tile heights whose schedules are wanted.
         Raises:
             ValueError: shape or number of experts; TypeError: dtype.
+        On a GPU three kernels do it, elsewhere torch's sort does; the result is the same.
         Oracle: reference.topology.
         """
         if expert_ids.ndim != 2:
@@ -111,6 +117,11 @@ class Topology:
             )
         num_tokens, top_k = expert_ids.shape
         experts = _checked_ids("Topology.from_ids", "expert_ids", expert_ids.reshape(-1), num_experts)
+        if has_kernel(expert_ids.device, num_experts):
+            block_m = block_ms[0] if block_ms else choose_block_m(experts.numel(), num_experts)
+            tokens, slots, rows, offsets, tiles, num_tiles = sort_ids(expert_ids, num_experts, block_m)
+            schedules = (Schedule(block_m, tiles, num_tiles),)
+            return cls(tokens, slots, rows, offsets, num_tokens, schedules=schedules)._with_schedules(block_ms[1:])
         slots, rows, offsets = _sort_by(experts, num_experts)
         tokens = torch.div(slots, top_k, rounding_mode="floor") if top_k else slots
         return cls(tokens, slots, rows, offsets, num_tokens)._with_schedules(block_ms)
@@ -214,8 +225,8 @@ class Topology:
                 return schedule
         if block_m < 1:
             raise ValueError(f"Topology.schedule: block_m must be at least 1; got {block_m}.")
-        M, E = self.num_slots, self.num_experts
-        capacity = (M + min(E, M) * (block_m - 1)) // block_m
+        E = self.num_experts
+        capacity = tile_capacity(self.num_slots, E, block_m)
         offsets = self.offsets.long()
         tiles_of_expert = (offsets.diff() + block_m - 1) // block_m
         tile_ends = tiles_of_expert.cumsum(0)
@@ -226,7 +237,7 @@ class Topology:
         first_row = offsets[expert] + (tile - tile_ends[expert] + tiles_of_expert[expert]) * block_m
         length = (offsets[expert + 1] - first_row).clamp(max=block_m)
         tiles = torch.where(used, torch.stack((expert, first_row, length)), -1).int()
-        return Schedule(block_m, tiles)
+        return Schedule(block_m, tiles, tile_ends[-1].int())
 
     def to_dense_mask(self, columns: Columns | None = None) -> Tensor:
         """[M, sum of columns] bool: where the block-sparse matrix has entries; without `columns`, one column per expert."""
@@ -265,7 +276,7 @@ class Topology:
     def _with_schedules(self, block_ms: Sequence[int]) -> Topology:
         if not block_ms:
             return self
-        schedules = tuple(self.schedule(block_m) for block_m in block_ms)
+        schedules = self.schedules + tuple(self.schedule(block_m) for block_m in block_ms)
         return Topology(
             self.tokens, self.slots, self.rows, self.offsets, self.num_tokens, self.token_slots, self.token_offsets, schedules
         )

@@ -159,7 +159,7 @@ def last_rows(monkeypatch: pytest.MonkeyPatch) -> Topology:
     rows = torch.arange(FIRST + LAST, dtype=torch.int32)
     offsets = torch.tensor([0, FIRST, FIRST + LAST], dtype=torch.int32)
     tiles = torch.tensor([[1, 1], [FIRST, FIRST + 16], [16, LAST - 16]], dtype=torch.int32)
-    return Topology(rows % 5, rows, rows, offsets, 5, schedules=(Schedule(16, tiles),))
+    return Topology(rows % 5, rows, rows, offsets, 5, schedules=(Schedule(16, tiles, torch.tensor(2, dtype=torch.int32)),))
 
 
 def wide_tiles(backend: str, block_n: int = 1024, block_k: int = 32) -> dict[str, GemmConfig]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_sparse import BlockSparse
-from ..config import GemmConfig, row_product_config
+from ..config import GemmConfig, num_programs, row_product_config
 from ..launch import (
     ColumnTables,
     check_device,
@@ -27,6 +27,15 @@ from ..launch import (
     value_strides,
 )
 from ..reference import Order
+from .descriptors import (
+    describe,
+    describe_rows,
+    describe_weight,
+    load_weight_tile,
+    rows_are_describable,
+    store_rows,
+    weight_form,
+)
 from .dsd_transposed import dsd_transposed
 from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
 
@@ -84,6 +93,35 @@ def _dsd_kernel(
     tl.store(y_ptrs, acc.to(Y.dtype.element_ty), mask=mask_m[:, None] & (offs_n < H - first_column)[None, :])
 
 
+@triton.jit
+def _dsd_tma_kernel(
+    S, W, Bias, Y,                                         # descriptors of [M, 1, N], of the weight and of [M, 1, H]; [E, H]
+    Tiles, NumTiles,                                       # [3, tiles], []
+    stride_be, stride_bh,
+    capacity, H, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    DENSE_HIDDEN: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Persistent, as in sdd.py. Rows of S behind those of the tile are read and never stored."""
+    num_tiles = tl.load(NumTiles)
+    num_columns = tl.cdiv(H, BLOCK_N)
+    for number in tl.range(tl.program_id(0), num_tiles * num_columns, tl.num_programs(0), flatten=True):
+        tile, pid_n = grouped_order(number, num_tiles, num_columns, GROUP)
+        expert = tl.load(Tiles + tile)
+        first_row = tl.load(Tiles + capacity + tile)
+        length = tl.load(Tiles + 2 * capacity + tile)
+        column = pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, N, BLOCK_K):
+            w = load_weight_tile(W, expert, k, column, DENSE_HIDDEN)
+            acc = dot(S.load([first_row, k]), w, acc, 0.0, "ieee")
+        if HAS_BIAS:
+            offs_n = column + tl.arange(0, BLOCK_N)
+            bias_ptrs = Bias + expert.to(tl.int64) * stride_be + along(offs_n, stride_bh)
+            acc += tl.load(bias_ptrs, mask=offs_n < H, other=0.0).to(tl.float32)[None, :]
+        store_rows(Y, first_row, length, 0, column, acc)
+
+
 def dsd(
     s: BlockSparse,
     w: Tensor,
@@ -123,16 +161,30 @@ def dsd(
         return y
     config = config or row_product_config(topology.num_slots, topology.num_experts, w.dtype, w.device)
     schedule = topology.schedule(config.block_m)
-    tables = ColumnTables.of(topology, weight.columns)
-    columns_even = all(width % config.block_k == 0 for width in set(weight.columns.widths))
+    tiles = schedule.capacity * triton.cdiv(hidden_size, config.block_n)
+    bias_strides = (0, 0) if bias is None else bias.stride()
+    flags = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
+        "HAS_BIAS": bias is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    form = weight_form(weight) if config.tma and weight.halves == 1 else None
     with on_device(w.device):
-        _dsd_kernel[(schedule.capacity * triton.cdiv(hidden_size, config.block_n),)](
+        if form is not None and rows_are_describable(s.values) and rows_are_describable(y):
+            _dsd_tma_kernel[(min(tiles, num_programs(w.device)),)](
+                describe(s.values, config.block_m, config.block_k),
+                describe_weight(form, weight, config.block_k, config.block_n),
+                bias, describe_rows(y, config.block_m, config.block_n),
+                schedule.tiles, schedule.num_tiles,
+                *bias_strides, schedule.capacity, hidden_size, weight.columns.widest,
+                DENSE_HIDDEN=form is weight.data, **flags,
+            )  # fmt: skip
+            return y
+        tables = ColumnTables.of(topology, weight.columns)
+        columns_even = all(width % config.block_k == 0 for width in set(weight.columns.widths))
+        _dsd_kernel[(tiles,)](
             s.values, weight.data, bias, y,
             schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
-            *value_strides(s), *weight.strides, *((0, 0) if bias is None else bias.stride()),
-            schedule.capacity, hidden_size, weight.columns.widest,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=8,
-            HALVES=weight.halves, VARIED=tables.varied, EVEN_K=columns_even, HAS_BIAS=bias is not None,
-            PRECISION=fp32_precision(), num_warps=config.num_warps, num_stages=config.num_stages,
+            *value_strides(s), *weight.strides, *bias_strides, schedule.capacity, hidden_size, weight.columns.widest,
+            HALVES=weight.halves, VARIED=tables.varied, EVEN_K=columns_even, PRECISION=fp32_precision(), **flags,
         )  # fmt: skip
     return y

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_sparse import BlockSparse, new_weight
-from ..config import GemmConfig, column_product_config
+from ..config import GemmConfig, column_product_config, num_programs
 from ..launch import (
     ColumnTables,
     check_dense,
@@ -25,6 +25,7 @@ from ..launch import (
     value_strides,
 )
 from ..reference import Order
+from .descriptors import describe_rows, describe_weight, load_rows, rows_are_describable, store_weight_tile, weight_form
 from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
 
 
@@ -88,6 +89,55 @@ def _dsd_transposed_kernel(
     tl.store(out_ptrs, acc.to(Out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _dsd_transposed_tma_kernel(
+    S, X, Out,                                             # descriptors of [M, 1, N] and of the result; [T or M, H]
+    Tokens, Offsets,                                       # [M], [E + 1]
+    stride_xt, stride_xh,
+    num_experts, H, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    DENSE_HIDDEN: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Persistent, and computed as w_e^T = x_e^T s_e: the narrow side of a tile is the one to gather.
+
+    Rows behind those of the expert are zeros on both sides, whatever memory holds there.
+
+    Rows are looked up two steps ahead. The compiler puts the addresses of the next copy before the product of this step, where
+    they would wait for an index that was looked up in the step before. Nor does it pipeline a loop that only renames
+    `following` to `row`: adding a zero that it cannot know makes it more than a renaming.
+    """
+    num_columns, num_hidden = tl.cdiv(N, BLOCK_M), tl.cdiv(H, BLOCK_N)
+    per_expert = num_columns * num_hidden
+    zero = tl.load(Offsets)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    for number in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
+        expert = number // per_expert
+        pid_m, pid_n = grouped_order(number % per_expert, num_columns, num_hidden, GROUP)
+        column, hidden = pid_m * BLOCK_M, pid_n * BLOCK_N
+        first_row = tl.load(Offsets + expert)
+        num_rows = tl.load(Offsets + expert + 1) - first_row
+        tokens = Tokens + first_row
+        x_columns = X + along(hidden, stride_xh) + along(wrapped(offs_n, H - hidden), stride_xh)[None, :]
+        if GATHER:
+            row = tl.load(tokens + offs_k, mask=offs_k < num_rows, other=0)
+            following = tl.load(tokens + BLOCK_K + offs_k, mask=BLOCK_K + offs_k < num_rows, other=0)
+        else:
+            row = first_row + offs_k
+            following = row + BLOCK_K
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for k in range(0, num_rows, BLOCK_K):
+            x = tl.load(x_columns + along(row, stride_xt)[:, None], mask=(offs_k < num_rows - k)[:, None], other=0.0)
+            row = following + zero
+            if GATHER:
+                coming = k + 2 * BLOCK_K + offs_k
+                following = tl.load(tokens + coming, mask=coming < num_rows, other=0)
+            else:
+                following += BLOCK_K
+            acc = dot(x.T, load_rows(S, first_row + k, num_rows - k, 0, column), acc, 0.0, "ieee")
+        store_weight_tile(Out, expert, column, hidden, acc.T, DENSE_HIDDEN)
+
+
 def dsd_transposed(
     s: BlockSparse,
     x: Tensor,
@@ -118,16 +168,26 @@ def dsd_transposed(
         return out
     hidden_size, columns = weight.hidden_size, weight.columns.widest
     config = config or column_product_config(topology.num_slots, topology.num_experts, x.dtype, x.device)
-    tables = ColumnTables.of(topology, weight.columns)
     tiles = weight.halves * triton.cdiv(columns, config.block_m) * triton.cdiv(hidden_size, config.block_n)
+    flags = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
+        "GATHER": order == "tokens", "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    form = weight_form(weight) if config.tma and weight.halves == 1 else None
     with on_device(x.device):
+        if form is not None and rows_are_describable(s.values):
+            _dsd_transposed_tma_kernel[(min(tiles * topology.num_experts, num_programs(x.device)),)](
+                describe_rows(s.values, config.block_k, config.block_m), x,
+                describe_weight(form, weight, config.block_m, config.block_n),
+                topology.tokens, topology.offsets, *x.stride(), topology.num_experts, hidden_size, columns,
+                DENSE_HIDDEN=form is weight.data, **flags,
+            )  # fmt: skip
+            return out
+        tables = ColumnTables.of(topology, weight.columns)
         _dsd_transposed_kernel[(tiles, topology.num_experts)](
             s.values, x, weight.data,
             topology.tokens, topology.offsets, tables.column_offsets, tables.block_offsets,
-            *value_strides(s), *x.stride(), *weight.strides,
-            hidden_size, columns,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=8,
-            HALVES=weight.halves, VARIED=tables.varied, GATHER=order == "tokens", PRECISION=fp32_precision(),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            *value_strides(s), *x.stride(), *weight.strides, hidden_size, columns,
+            HALVES=weight.halves, VARIED=tables.varied, PRECISION=fp32_precision(), **flags,
         )  # fmt: skip
     return out

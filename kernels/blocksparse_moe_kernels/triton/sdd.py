@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..block_sparse import BlockSparse, Columns, values_shape
-from ..config import GemmConfig, row_product_config
+from ..config import GemmConfig, num_programs, row_product_config
 from ..launch import (
     ColumnTables,
     StackedWeight,
@@ -28,6 +28,7 @@ from ..launch import (
 from ..reference import Order
 from ..topology import Topology
 from .activation_functions import function_value
+from .descriptors import describe_rows, describe_weight, load_weight_tile, rows_are_describable, store_rows, weight_form
 from .tiles import along, dot, fp32_precision, grouped_order, split_halves, value_rows, weight_block, wrapped
 
 
@@ -107,6 +108,61 @@ def _sdd_kernel(
         offset, stride = value_rows(expert, first_row, columns, N, 1, Offsets, BlockOffsets, 1, VARIED)
         act_ptrs = Act + offset + offs_m[:, None] * stride + offs_n[None, :]
         tl.store(act_ptrs, hidden.to(Act.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sdd_tma_kernel(
+    X, W, Bias, Pre, Act,                       # [T or M, H], descriptors of the weight, of [M, HALVES, N] and of [M, 1, N]
+    Tokens, Tiles, NumTiles,                    # [M], [3, tiles], []
+    stride_xt, stride_xh, stride_be, stride_bg, stride_bn,
+    capacity, H, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    HALVES: tl.constexpr, DENSE_HIDDEN: tl.constexpr, GATHER: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FUNCTION: tl.constexpr, SAVE_PRE: tl.constexpr,
+):  # fmt: skip
+    """Persistent: one loop over tiles and steps, so that the loads of the next tile run beside the stores of this one."""
+    num_tiles = tl.load(NumTiles)
+    num_columns = tl.cdiv(N, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    for number in tl.range(tl.program_id(0), num_tiles * num_columns, tl.num_programs(0), flatten=True):
+        tile, pid_n = grouped_order(number, num_tiles, num_columns, GROUP)
+        expert = tl.load(Tiles + tile)
+        first_row = tl.load(Tiles + capacity + tile)
+        length = tl.load(Tiles + 2 * capacity + tile)
+        column = pid_n * BLOCK_N
+        rows = first_row + tl.where(offs_m < length, offs_m, 0)
+        if GATHER:
+            rows = tl.load(Tokens + rows)
+        x_rows = X + along(rows, stride_xt)[:, None]
+
+        acc = tl.zeros((BLOCK_M, HALVES * BLOCK_N), tl.float32)
+        for k in range(0, H, BLOCK_K):
+            x_ptrs = x_rows + along(k + offs_k, stride_xh)[None, :]
+            if EVEN_K:
+                x = tl.load(x_ptrs)
+            else:
+                x = tl.load(x_ptrs, mask=(offs_k < H - k)[None, :], other=0.0)
+            acc = dot(x, load_weight_tile(W, expert, column, k, DENSE_HIDDEN).T, acc, 0.0, "ieee")
+
+        if HAS_BIAS:
+            wide = tl.arange(0, HALVES * BLOCK_N)
+            within = column + wide % BLOCK_N
+            bias_ptrs = Bias + expert.to(tl.int64) * stride_be + along(wide // BLOCK_N, stride_bg) + along(within, stride_bn)
+            acc += tl.load(bias_ptrs, mask=within < N, other=0.0).to(tl.float32)[None, :]
+        if HALVES == 2:
+            gate, up = split_halves(acc)
+        else:
+            gate = acc
+        if SAVE_PRE:
+            store_rows(Pre, first_row, length, 0, column, gate)
+            if HALVES == 2:
+                store_rows(Pre, first_row, length, 1, column, up)
+        if FUNCTION is not None:
+            hidden = function_value(gate, FUNCTION)
+            if HALVES == 2:
+                hidden *= up
+            store_rows(Act, first_row, length, 0, column, hidden)
 
 
 def sdd(
@@ -192,17 +248,29 @@ def _launch(
     config = config or row_product_config(topology.num_slots, topology.num_experts, x.dtype, x.device)
     block_n = max(16, config.block_n // weight.halves)
     schedule = topology.schedule(config.block_m)
-    tables = ColumnTables.of(topology, weight.columns)
     columns = weight.columns.widest
+    tiles = schedule.capacity * triton.cdiv(columns, block_n)
+    flags = {
+        "BLOCK_M": config.block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP": 8, "HALVES": weight.halves,
+        "GATHER": order == "tokens", "EVEN_K": weight.hidden_size % config.block_k == 0, "HAS_BIAS": bias is not None,
+        "FUNCTION": function, "SAVE_PRE": pre is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    form = weight_form(weight) if config.tma else None
+    described = form is not None and rows_are_describable(pre, weight.halves) and rows_are_describable(act)
     with on_device(x.device):
-        _sdd_kernel[(schedule.capacity * triton.cdiv(columns, block_n),)](
+        if described:
+            _sdd_tma_kernel[(min(tiles, num_programs(x.device)),)](
+                x, describe_weight(form, weight, block_n, config.block_k), bias,
+                describe_rows(pre, config.block_m, block_n, weight.halves), describe_rows(act, config.block_m, block_n),
+                topology.tokens, schedule.tiles, schedule.num_tiles,
+                *x.stride(), *bias_strides, schedule.capacity, weight.hidden_size, columns,
+                DENSE_HIDDEN=form is weight.data, **flags,
+            )  # fmt: skip
+            return
+        tables = ColumnTables.of(topology, weight.columns)
+        _sdd_kernel[(tiles,)](
             x, weight.data, bias, pre, act,
             topology.tokens, schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
-            *x.stride(), *weight.strides, *bias_strides,
-            schedule.capacity, weight.hidden_size, columns,
-            BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8,
-            HALVES=weight.halves, VARIED=tables.varied, GATHER=order == "tokens",
-            EVEN_K=weight.hidden_size % config.block_k == 0, HAS_BIAS=bias is not None,
-            FUNCTION=function, SAVE_PRE=pre is not None, PRECISION=fp32_precision(),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            *x.stride(), *weight.strides, *bias_strides, schedule.capacity, weight.hidden_size, columns,
+            VARIED=tables.varied, PRECISION=fp32_precision(), **flags,
         )  # fmt: skip

@@ -6,23 +6,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..config import num_programs
 from ..launch import on_device
 
 
 @triton.jit
 def _zero_tail_kernel(Values, Start, size, scale, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
     start = tl.load(Start).to(tl.int64) * scale
-    if first + BLOCK <= start:
-        return
-    offs = first + tl.arange(0, BLOCK)
-    tl.store(Values + offs, tl.zeros((BLOCK,), Values.dtype.element_ty), mask=(offs >= start) & (offs < size))
+    for block in range(start // BLOCK + tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        offs = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(Values + offs, tl.zeros((BLOCK,), Values.dtype.element_ty), mask=(offs >= start) & (offs < size))
 
 
 def zero_tail(values: Tensor, start: Tensor, scale: int = 1) -> Tensor:
     """Write zeros into contiguous `values` from element `start * scale` on, start a 0-dim device tensor. Returns `values`."""
     block = 4096
     if values.numel():
+        blocks = triton.cdiv(values.numel(), block)
         with on_device(values.device):
-            _zero_tail_kernel[(triton.cdiv(values.numel(), block),)](values, start, values.numel(), scale, BLOCK=block)
+            _zero_tail_kernel[(min(blocks, num_programs(values.device)),)](values, start, values.numel(), scale, BLOCK=block)
     return values

@@ -1,0 +1,106 @@
+"""Tensor descriptors: operands as the tensor memory accelerator (TMA) of Hopper and newer reads and writes them.
+
+The copy engine computes addresses and clips at the edges, which takes both off the threads: a tile that hangs over the end of
+an operand is filled with zeros, and one that hangs over the end of a result is cut.
+
+Rows of one expert are clipped too (*ragged* rows): two leading dimensions of strides -s and s, modulo 2**64, move the end of
+the row dimension to wherever the last row of a tile lies. The trick is that of `triton.tools.ragged_tma`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..launch import StackedWeight
+
+_ALIGNMENT = 16
+_HOST_END = 2**30
+_END = tl.constexpr(_HOST_END)
+_UNBOUNDED = 2**31 - 2**16
+
+
+def describable(tensor: Tensor) -> bool:
+    """Whether the TMA kernels can read `tensor`: 16-bit elements, the last axis dense, its start and other strides multiples
+    of 16 bytes."""
+    size = tensor.element_size()
+    addresses = (tensor.data_ptr(), *(stride * size for stride in tensor.stride()[:-1]))
+    return (
+        size == 2
+        and tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and all(address >= 0 and address % _ALIGNMENT == 0 for address in addresses)
+        and all(0 < stride < 2**33 for stride in tensor.stride())
+        and max(tensor.shape) < _HOST_END
+    )
+
+
+def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+    """Tiles of a tensor, not clipped but at its own edges."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+
+
+def weight_form(weight: StackedWeight) -> Tensor | None:
+    """The weight as [E, halves, N, H] or, of one half, [E, 1, H, N], whichever has a dense last axis; None if neither has."""
+    if not weight.columns.are_equal:
+        return None
+    forms = (weight.data, weight.data.transpose(2, 3))[: 3 - weight.halves]
+    return next((form for form in forms if describable(form)), None)
+
+
+def describe_weight(form: Tensor, weight: StackedWeight, block_n: int, block_h: int) -> TensorDescriptor:
+    """Tiles of block_n columns of every half x block_h of the hidden size, of one expert; the dense axis last."""
+    block = (block_n, block_h) if form is weight.data else (block_h, block_n)
+    return describe(form, 1, weight.halves, *block)
+
+
+def rows_are_describable(values: Tensor | None, halves: int = 1) -> bool:
+    """Whether `describe_rows` can: values [M, halves * N], or None for a result that is not wanted."""
+    return values is None or (values.ndim == 2 and describable(values.unflatten(1, (halves, -1))))
+
+
+def describe_rows(values: Tensor | None, block_m: int, block_n: int, halves: int = 1) -> TensorDescriptor | None:
+    """Tiles of block_m x block_n of one half of values [M, halves * N]; `load_rows` and `store_rows` clip their rows."""
+    if values is None:
+        return None
+    row, columns = values.stride(0), values.shape[1] // halves
+    shape, strides = [_UNBOUNDED, _UNBOUNDED, _HOST_END, halves, columns], [2**34 - row, row, row, columns, 1]
+    return TensorDescriptor(values, shape, strides, [1, 1, block_m, 1, block_n])
+
+
+@triton.jit
+def load_weight_tile(descriptor, expert, column, k, DENSE_HIDDEN: tl.constexpr):
+    """[HALVES * columns, hidden] of the weight of one expert: gate columns, then up columns."""
+    if DENSE_HIDDEN:
+        tile = descriptor.load([expert, 0, column, k])
+        return tl.reshape(tile, (tile.shape[1] * tile.shape[2], tile.shape[3]))
+    else:
+        tile = descriptor.load([expert, 0, k, column])
+        return tl.reshape(tile, (tile.shape[2], tile.shape[3])).T
+
+
+@triton.jit
+def store_weight_tile(descriptor, expert, column, k, tile, DENSE_HIDDEN: tl.constexpr):
+    """Write a tile [columns, hidden] of the weight of one expert, in the dtype of the target."""
+    tile = tile.to(descriptor.dtype)
+    if DENSE_HIDDEN:
+        descriptor.store([expert, 0, column, k], tl.reshape(tile, (1, 1, tile.shape[0], tile.shape[1])))
+    else:
+        tile = tile.T
+        descriptor.store([expert, 0, k, column], tl.reshape(tile, (1, 1, tile.shape[0], tile.shape[1])))
+
+
+@triton.jit
+def load_rows(descriptor, first_row, length, half, column):
+    """[BLOCK_M, BLOCK_N] of `length` rows from first_row on; zeros behind them."""
+    tile = descriptor.load([_END, first_row + length, _END - length, half, column])
+    return tl.reshape(tile, (tile.shape[2], tile.shape[4]))
+
+
+@triton.jit
+def store_rows(descriptor, first_row, length, half, column, tile):
+    """Write `length` rows of the tile from first_row on, in the dtype of the target."""
+    tile = tl.reshape(tile.to(descriptor.dtype), (1, 1, tile.shape[0], 1, tile.shape[1]))
+    descriptor.store([_END, first_row + length, _END - length, half, column], tile)

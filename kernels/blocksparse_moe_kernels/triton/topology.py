@@ -1,0 +1,136 @@
+"""Topology: a stable counting sort of the slots by expert, and the row tiles, in three launches.
+
+    count      slots of each expert in each block of slots              ids [M] -> counts [blocks, E]
+    scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]; tile_ends [E]
+    place      slot -> row and back, and this block's share of tiles    rows, slots, tokens [M]; tiles [3, capacity]
+
+Every integer has one place whatever the order of programs, so results are bitwise repeatable; no atomics. A counting sort
+instead of a general one since there are few experts, and each slot is read twice and written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import on_device
+from ..sort_op import tile_capacity
+
+
+@triton.jit
+def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    block = tl.program_id(0)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(Ids + slot, mask=slot < num_slots, other=-1)
+    here = (expert >= 0) & (expert < num_experts)
+    counts = tl.histogram(tl.where(here, expert, 0).to(tl.int32), EXPERTS, mask=here)
+    offs_e = tl.arange(0, EXPERTS)
+    tl.store(Counts + block * num_experts + offs_e, counts, mask=offs_e < num_experts)
+
+
+@triton.jit
+def _scan_kernel(
+    Counts, Offsets, TileEnds, NumTiles, num_blocks, num_experts, block_m, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """One program: `Counts` becomes the number of each expert's slots before the block."""
+    offs_e = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, num_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        mask = (block < num_blocks)[:, None] & (offs_e < num_experts)[None, :]
+        ptrs = Counts + block[:, None] * num_experts + offs_e[None, :]
+        counts = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, tl.cumsum(counts, 0) - counts + total[None, :], mask=mask)
+        total += tl.sum(counts, 0)
+    ends = tl.cumsum(total, 0)
+    tl.store(Offsets, 0)
+    tl.store(Offsets + 1 + offs_e, ends, mask=offs_e < num_experts)
+    tile_ends = tl.cumsum((total + block_m - 1) // block_m, 0)
+    tl.store(TileEnds + offs_e, tile_ends, mask=offs_e < num_experts)
+    tl.store(NumTiles, tl.max(tile_ends, 0))
+
+
+@triton.jit
+def _place_kernel(
+    Ids, Before, Offsets, TileEnds, Tokens, Slots, Rows, Tiles,
+    num_slots, num_experts, top_k, capacity, block_m,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    offs_e = tl.arange(0, EXPERTS)
+    known = offs_e < num_experts
+    before = tl.load(Before + block * num_experts + offs_e, mask=known, other=0)
+    next_row = before + tl.load(Offsets + offs_e, mask=known, other=0)
+    num_kept = tl.load(Offsets + num_experts)
+    kept_before = tl.sum(before, 0)
+    for step in range(0, BLOCK, STEP):
+        slot = block * BLOCK + step + tl.arange(0, STEP)
+        expert = tl.load(Ids + slot, mask=slot < num_slots, other=-1)
+        here = (expert >= 0) & (expert < num_experts)
+        chosen = (expert[:, None] == offs_e[None, :]).to(tl.int32) * here[:, None].to(tl.int32)
+        row = tl.sum(chosen * (tl.cumsum(chosen, 0) - 1 + next_row[None, :]), 1)
+        kept = here.to(tl.int32)
+        dropped_row = num_kept + slot - (kept_before + tl.cumsum(kept, 0) - kept)
+        place = tl.where(here, row, dropped_row)
+        mask = slot < num_slots
+        tl.store(Rows + slot, tl.where(here, row, -1), mask=mask)
+        tl.store(Slots + place, slot, mask=mask)
+        tl.store(Tokens + place, slot // top_k, mask=mask)
+        next_row += tl.sum(chosen, 0)
+        kept_before += tl.sum(kept, 0)
+
+    tile = block * TILES + tl.arange(0, TILES)
+    tile_ends = tl.load(TileEnds + offs_e, mask=known, other=2147483647)
+    expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+    used = (expert < num_experts) & (tile < capacity)
+    first_tile = tl.load(TileEnds + expert - 1, mask=used & (expert > 0), other=0)
+    first_row = tl.load(Offsets + expert, mask=used, other=0) + (tile - first_tile) * block_m
+    length = tl.minimum(tl.load(Offsets + expert + 1, mask=used, other=0) - first_row, block_m)
+    mask = tile < capacity
+    tl.store(Tiles + tile, tl.where(used, expert, -1), mask=mask)
+    tl.store(Tiles + capacity + tile, tl.where(used, first_row, -1), mask=mask)
+    tl.store(Tiles + 2 * capacity + tile, tl.where(used, length, -1), mask=mask)
+
+
+def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything of `Topology.from_ids`, with one schedule.
+
+    Args:
+        ids: [T, K] int32 or int64; ids outside `[0, E)` are dropped.
+        num_experts: E. With more than some 1000, a tile of slots x experts, by which slots are ranked, holds too few slots
+            to be worth it.
+        block_m: height of the row tiles, at least 1.
+    Returns:
+        tokens [M], slots [M], rows [M], offsets [E + 1], tiles [3, capacity] and num_tiles [], all int32.
+    """
+    num_slots, top_k = ids.numel(), ids.shape[1]
+    capacity = tile_capacity(num_slots, num_experts, block_m)
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=ids.device)
+
+    tokens, slots, rows, offsets = new(num_slots), new(num_slots), new(num_slots), new(num_experts + 1)
+    tiles, num_tiles, tile_ends = new(3, capacity), new(), new(num_experts)
+    experts = max(16, triton.next_power_of_2(num_experts))
+    step = max(16, min(64, 8192 // experts))
+    block = max(step, 128 if num_slots < 16384 else 512)
+    num_blocks = triton.cdiv(num_slots, block)
+    before = new(num_blocks, num_experts)
+    flat = ids.reshape(-1).contiguous()
+    with on_device(ids.device):
+        if num_blocks:
+            _count_kernel[(num_blocks,)](flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
+        _scan_kernel[(1,)](
+            before, offsets, tile_ends, num_tiles, num_blocks, num_experts, block_m,
+            EXPERTS=experts, CHUNK=max(1, min(64, 16384 // experts)), num_warps=8,
+        )  # fmt: skip
+        if num_blocks:
+            _place_kernel[(num_blocks,)](
+                flat, before, offsets, tile_ends, tokens, slots, rows, tiles,
+                num_slots, num_experts, top_k, capacity, block_m,
+                BLOCK=block, STEP=step, EXPERTS=experts, TILES=triton.next_power_of_2(triton.cdiv(capacity, num_blocks)),
+                num_warps=8,
+            )  # fmt: skip
+    return tokens, slots, rows, offsets, tiles, num_tiles
