@@ -151,7 +151,7 @@ GOOD = Report(
     config=TILE,
     registers=128,
     shared=3 * 64 * (128 + 128) * 2,
-    instructions={"wgmma.mma_async": 4, "tcgen05.mma": 0, "mma.sync": 0, "cp.async.c": 24},
+    instructions={"wgmma.mma_async": 4, "tcgen05.mma": 0, "mma.sync": 0, "cp.async.c": 24, "cp.async.bulk.tensor": 0},
     opcodes={"HGMMA": 4, "HMMA": 0, "LDGSTS": 24, "STL": 0, "LDL": 0, "HGMMA batches": 1},
     loop_spills=0,
 )
@@ -167,6 +167,7 @@ GOOD = Report(
         ({"opcodes": GOOD.opcodes | {"HGMMA batches": 4}}, "waits for each wgmma"),
         ({"instructions": GOOD.instructions | {"cp.async.c": 0}}, "does not load ahead"),
         ({"shared": 2 * 64 * (128 + 128) * 2}, "does not load ahead"),
+        ({"kernel": "_dsd_tma_kernel"}, "no buffer of its own"),
         ({"stack": 8}, "spills more registers"),
         ({"loop_spills": 2}, "in the loop"),
     ],
