@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,7 @@ def _command(op: str) -> Callable[..., None]:
             backends=_known("--backend", backend, ("triton", "torch")) or None,
             peers=() if peer == ["none"] else _known("--peer", peer, tuple(PEERS)) or tuple(PEERS),
         )
-        lineups = [(op, one, law) for one in shapes for law in skew or (_SKEW, 0.0)]
+        lineups = [(op, one, law) for one in shapes for law in _skews(skew) or (_SKEW, 0.0)]
         _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv), threads)
 
     return command
@@ -99,8 +100,10 @@ def _run(plan: Plan, threads: int | None) -> None:
         torch.set_num_threads(threads)
     try:
         results = run(plan, _console())
-    except (ValueError, NotImplementedError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
         _refuse(str(error))
+    except OSError as error:
+        _refuse(str(error) if plan.csv is None else f"--csv: {plan.csv} cannot be written: {error.strerror or error}.")
     if any(result.failed and result.kind == "ours" for result in results):
         raise typer.Exit(1)
 
@@ -115,6 +118,13 @@ def _shapes(texts: list[str]) -> list[Shape]:
         return [parse_shape(text) for text in texts]
     except ValueError as error:
         _refuse(str(error))
+
+
+def _skews(exponents: list[float]) -> list[float]:
+    for exponent in exponents:
+        if not 0 <= exponent < math.inf:
+            _refuse(f"--skew: expected a number of at least 0; got {exponent:g}.")
+    return exponents
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -10,18 +10,18 @@ Source: MegaBlocks, arXiv:2211.15841.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
 from blocksparse_moe_kernels import Columns, Topology, get_activation
+from blocksparse_moe_kernels.launch import check_type
 
 from .autocast import autocast_dtype
 from .backends import ExpertSpec, ExpertWeights, check_name, report, select
-from .router import Router, RouterConfig, RouterOutput
+from .router import Router, RouterConfig, RouterOutput, positive_integer
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class MoEConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_experts"):
+            object.__setattr__(self, name, positive_integer("MoEConfig", name, getattr(self, name)))
         size = self.ffn_hidden_size
-        plain = int(size) if isinstance(size, (int, Integral)) else tuple(int(one) for one in size)
-        object.__setattr__(self, "ffn_hidden_size", plain)
-        if self.hidden_size < 1 or self.num_experts < 1:
-            raise ValueError(
-                f"MoEConfig: hidden_size and num_experts must be at least 1; got {self.hidden_size} and {self.num_experts}."
-            )
-        if self.columns.num_experts != self.num_experts:
-            raise ValueError(
-                f"MoEConfig: ffn_hidden_size names {self.columns.num_experts} experts; num_experts is {self.num_experts}."
-            )
+        if isinstance(size, Iterable) and not isinstance(size, str):
+            size = tuple(positive_integer("MoEConfig", "ffn_hidden_size", one) for one in size)
+            if len(size) != self.num_experts:
+                raise ValueError(f"MoEConfig: ffn_hidden_size names {len(size)} experts; num_experts is {self.num_experts}.")
+        else:
+            size = positive_integer("MoEConfig", "ffn_hidden_size", size)
+        object.__setattr__(self, "ffn_hidden_size", size)
+        check_type("MoEConfig", "router", self.router, RouterConfig, "Give RouterConfig(top_k=...).")
         if self.router.top_k > self.num_experts:
             raise ValueError(f"MoEConfig: router.top_k={self.router.top_k} exceeds num_experts={self.num_experts}.")
         get_activation(self.activation)
@@ -160,7 +160,7 @@ class dMoE(nn.Module):
         x [..., H] -> [..., H], in the dtype of x, or autocast's. With `return_routing` also the `RouterOutput` of its tokens:
         logits, weights, expert_ids, tokens_per_expert, load_balancing_loss, z_loss.
     Raises:
-        ValueError: the last dimension of x is not H.
+        ValueError: the last dimension of x is not H, or x is on another device; TypeError: x has no floating dtype.
     Source: MegaBlocks, arXiv:2211.15841.
     """
 

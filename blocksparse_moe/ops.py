@@ -6,9 +6,12 @@ The weight of a product is stacked [E, N, H], N the sparse side. The table of gr
     s = sdd(x, w)     dsd(ds, w)            dsd(ds.T, x)
     y = dsd(s, w)     sdd(dy, w)            dsd(s.T, dy)
 
-The three are closed under differentiation, so `sdd`, `dsd` and `combine` have gradients of any order. A dense operand in
-token order ends its gradient in a gather-sum, `combine`. `expert_mlp` chains them; what it saves is told in
-`custom_ops/experts.py`. Source: MegaBlocks, arXiv:2211.15841.
+The three are closed under differentiation, so `sdd`, `dsd` and `combine` have gradients of any order, in reverse mode: neither
+forward-mode AD nor the transforms of torch.func are supported. A dense operand in token order ends its gradient in a
+gather-sum, `combine`. `expert_mlp` chains them; what it saves is told in `custom_ops/experts.py`.
+
+Arguments are checked here, before the dispatcher could take a kernel of the meta device for a mixture of devices.
+Source: MegaBlocks, arXiv:2211.15841.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation
+from blocksparse_moe_kernels.block_sparse import check_columns
+from blocksparse_moe_kernels.launch import check_operands, check_shape, check_type, check_weights
 from blocksparse_moe_kernels.reference import Order
 
 from . import custom_ops as custom_ops
@@ -50,6 +55,8 @@ def sdd(
         ValueError: shapes or devices disagree; TypeError: dtypes; NotImplementedError: the backend cannot.
     Oracle: reference.sdd. Source: MegaBlocks, arXiv:2211.15841.
     """
+    check_operands("sdd", topology, x=x, w=w)
+    _check_columns_type("sdd", columns)
     x, w = _autocast(x, w)
     w, columns = _stacked(w, columns, topology)
     widths, chosen = None if columns is None else list(columns.widths), _choose(backend, w)
@@ -64,7 +71,7 @@ def dsd(s: BlockSparse, w: Tensor, *, order: Order = "rows", backend: str = "aut
         s: values [M, N] (flat if columns differ), any strides; or transposed (`s.T`).
         w: [E, N, H], [E, 2, N / 2, H] or flat [sum N_e, H], any strides, so `down_proj.transpose(1, 2)` as well. For a
             transposed s the dense operand x: [T, H] with order="tokens", [M, H] with order="rows".
-        order: of the dense operand of a transposed s.
+        order: of the dense operand of a transposed s; "rows" otherwise.
         backend: "auto", "triton" or "torch".
     Returns:
         [M, H] in row order, zero from topology.num_rows on; for a transposed s [E, N, H], or flat [sum N_e, H] if columns
@@ -73,8 +80,15 @@ def dsd(s: BlockSparse, w: Tensor, *, order: Order = "rows", backend: str = "aut
         ValueError: shapes or devices disagree; TypeError: dtypes; NotImplementedError: the backend cannot.
     Oracle: reference.dsd. Source: MegaBlocks, arXiv:2211.15841.
     """
-    values, w = _autocast(s.values, w)
+    check_type("dsd", "s", s, BlockSparse, "sdd makes one, and so does BlockSparse(values, topology, columns).")
     topology = s.topology
+    check_operands("dsd", topology, s=s.values, w=w)
+    if order != "rows" and not s.transposed:
+        raise ValueError(
+            f'dsd: order must be "rows" unless s is transposed, as s and the result have one row a slot; got {order!r}. '
+            "For a result in the order of tokens give it to combine."
+        )
+    values, w = _autocast(s.values, w)
     widths = None if s.columns.are_equal else list(s.columns.widths)
     chosen = _choose(backend, w)
     arguments = flatten(topology, chosen)
@@ -94,8 +108,12 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None, *, bac
         backend: "auto", "triton" or "torch".
     Returns:
         [T, H] in the dtype of y; summed in fp32, in the order of the slots.
+    Raises:
+        ValueError: shapes or devices disagree; TypeError: dtypes; NotImplementedError: the backend cannot.
     Oracle: reference.combine.
     """
+    check_operands("combine", topology, y=y, weights=weights)
+    check_weights("combine", topology, weights)
     chosen = _choose(backend, y)
     return torch.ops.blocksparse_moe.combine(y, weights, *flatten(topology, chosen), chosen)
 
@@ -123,7 +141,7 @@ def expert_mlp(
         down_proj: [E, H, F], any strides.
         routing_weights: [T, K], or [M] by slot, any floating dtype; 1 if not given.
         activation: a key of `ACTIVATIONS`.
-        up_proj_bias: [E, 2F] or [E, F]; down_proj_bias: [E, H], added before the routing weight.
+        up_proj_bias: [E, 2F] or [E, F], or as [E, 2, F]; down_proj_bias: [E, H], added before the routing weight.
         columns: F_e of each expert. Then the weights are flat, expert after expert: up_proj [sum 2F_e, H] (or
             [sum F_e, H]), down_proj [sum F_e, H] (down, transposed), up_proj_bias [sum 2F_e].
         backend: "auto", "triton" or "torch".
@@ -134,6 +152,18 @@ def expert_mlp(
         ValueError: shapes or devices disagree; TypeError: dtypes; NotImplementedError: the backend cannot.
     Oracle: reference.expert_mlp. Source: MegaBlocks, arXiv:2211.15841.
     """
+    check_operands(
+        "expert_mlp",
+        topology,
+        x=x,
+        up_proj=up_proj,
+        down_proj=down_proj,
+        routing_weights=routing_weights,
+        up_proj_bias=up_proj_bias,
+        down_proj_bias=down_proj_bias,
+    )
+    check_weights("expert_mlp", topology, routing_weights)
+    _check_columns_type("expert_mlp", columns)
     halves = get_activation(activation).halves
     out_dtype = autocast_dtype(x.device) or x.dtype
     dtype = autocast_dtype(x.device) or up_proj.dtype
@@ -181,40 +211,52 @@ def _expert_weights(
     columns: Columns | None,
     halves: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
-    """Up as [E, halves, F, H] and down as [E, F, H] (views), or both flat with their widths F_e."""
-    E = topology.num_experts
+    """Up as [E, halves, F, H] and down as [E, F, H] (views), or both flat with their widths F_e; the bias likewise."""
     if columns is not None:
-        if up_proj.shape[0] != halves * columns.total or down_proj.shape[0] != columns.total:
-            raise ValueError(
-                f"expert_mlp: columns {columns} need flat weights, up [{halves * columns.total}, H] and down "
-                f"[{columns.total}, H]; got {list(up_proj.shape)} and {list(down_proj.shape)}."
-            )
-        if not columns.are_equal:
-            return up_proj, down_proj, up_proj_bias, list(columns.widths)
-        up_proj = up_proj.unflatten(0, (E, halves * columns.widest))
-        down_proj = down_proj.unflatten(0, (E, columns.widest))
-        up_proj_bias = None if up_proj_bias is None else up_proj_bias.unflatten(0, (E, halves * columns.widest))
-    else:
-        if down_proj.ndim != 3:
-            raise ValueError(
-                f"expert_mlp: down_proj must be [E, H, F]; got {list(down_proj.shape)}. "
-                "Flat weights of unequal experts need columns=Columns.of([...])."
-            )
-        down_proj = down_proj.transpose(1, 2)
-    if up_proj.ndim == 3:
-        if up_proj.shape[1] % halves:
-            raise ValueError(f"expert_mlp: a gated up_proj is [E, 2F, H], gate rows then up rows; got {list(up_proj.shape)}.")
-        up_proj = up_proj.unflatten(1, (halves, up_proj.shape[1] // halves))
-    if up_proj_bias is not None and up_proj_bias.ndim == 2:
-        up_proj_bias = up_proj_bias.unflatten(1, (halves, up_proj.shape[2]))
-    expected = (E, halves, down_proj.shape[1], down_proj.shape[2])
-    if tuple(up_proj.shape) != expected or down_proj.shape[0] != E:
-        shape = f"[{E}, {'2F' if halves == 2 else 'F'}, H]"
+        return _flat_expert_weights(topology, up_proj, down_proj, up_proj_bias, columns, halves)
+    E = topology.num_experts
+    if down_proj.ndim != 3:
         raise ValueError(
-            f"expert_mlp: the topology covers {E} experts, so up_proj must be {shape} and down_proj [{E}, H, F]; got up "
-            f"{list(up_proj.shape)} and down {[down_proj.shape[0], down_proj.shape[2], down_proj.shape[1]]}."
+            f"expert_mlp: down_proj must be [E, H, F]; got {list(down_proj.shape)}. "
+            "Flat weights of unequal experts need columns=Columns.of([...])."
         )
-    return up_proj, down_proj, up_proj_bias, None
+    _, H, F = down_proj.shape
+    if down_proj.shape[0] != E or up_proj.shape not in ((E, halves * F, H), (E, halves, F, H)):
+        shape = f"[{E}, 2F, H] (gate rows, then up rows)" if halves == 2 else f"[{E}, F, H]"
+        raise ValueError(
+            f"expert_mlp: the topology covers {E} experts, so up_proj must be {shape} and down_proj [{E}, H, F]; got up_proj "
+            f"{list(up_proj.shape)} and down_proj {list(down_proj.shape)}."
+        )
+    if up_proj_bias is not None:
+        check_shape("expert_mlp", "up_proj_bias", up_proj_bias, ((E, halves * F), (E, halves, F)))
+        up_proj_bias = up_proj_bias if up_proj_bias.ndim == 3 else up_proj_bias.unflatten(1, (halves, F))
+    up_proj = up_proj if up_proj.ndim == 4 else up_proj.unflatten(1, (halves, F))
+    return up_proj, down_proj.transpose(1, 2), up_proj_bias, None
+
+
+def _flat_expert_weights(
+    topology: Topology, up_proj: Tensor, down_proj: Tensor, up_proj_bias: Tensor | None, columns: Columns, halves: int
+) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
+    """As `_expert_weights`, from up [sum halves * F_e, H] and down [sum F_e, H]."""
+    check_columns("expert_mlp", topology, columns)
+    rows, total = halves * columns.total, columns.total
+    if down_proj.ndim != 2 or down_proj.shape[0] != total or up_proj.shape != (rows, down_proj.shape[1]):
+        raise ValueError(
+            f"expert_mlp: columns {columns} need flat weights, up_proj [{rows}, H] and down_proj [{total}, H]; got "
+            f"{list(up_proj.shape)} and {list(down_proj.shape)}."
+        )
+    if up_proj_bias is not None:
+        check_shape("expert_mlp", "up_proj_bias", up_proj_bias, ((rows,),))
+    if not columns.are_equal:
+        return up_proj, down_proj, up_proj_bias, list(columns.widths)
+    E, F = columns.num_experts, columns.widest
+    bias = None if up_proj_bias is None else up_proj_bias.unflatten(0, (E, halves, F))
+    return up_proj.unflatten(0, (E, halves, F)), down_proj.unflatten(0, (E, F)), bias, None
+
+
+def _check_columns_type(operation: str, columns: Columns | None) -> None:
+    if columns is not None:
+        check_type(operation, "columns", columns, Columns, "Give Columns.of([...]), the columns of each expert.")
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

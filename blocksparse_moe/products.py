@@ -15,6 +15,9 @@ from blocksparse_moe_kernels import torch_products
 
 Implementation = Literal["torch", "triton"]
 
+PLANNED = ("te",)
+"""Backends that a later version is to have."""
+
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON_LAUNCHERS = {
     "sdd": "sdd",
@@ -36,12 +39,17 @@ def constant_when_compiled(function: Callable) -> Callable:
     return function
 
 
+def unknown(name: str) -> str:
+    """Why there is no backend `name`."""
+    return f"is not {'available yet in this version' if name in PLANNED else 'known'}; choose one of auto, triton, torch"
+
+
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why implementation `name` cannot multiply tensors of `dtype` on `device`; None when it can."""
     if name == "torch":
         return None if dtype.is_floating_point else f"needs a floating dtype; got {dtype}"
     if name != "triton":
-        return "is not known; choose one of auto, triton, torch"
+        return unknown(name)
     if find_spec("triton") is None:
         return "needs Triton, which is not installed (pip install triton)"
     if dtype not in _TRITON_DTYPES:
@@ -61,8 +69,10 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Impleme
     """The implementation that runs for `name` ("auto" included), and why.
 
     Raises:
-        ValueError: an unknown name; NotImplementedError: the named one cannot run here.
+        ValueError: an unknown name; TypeError: no floating dtype; NotImplementedError: the named one cannot run here.
     """
+    if not dtype.is_floating_point:
+        raise TypeError(f"backend {name!r} needs a floating dtype; got {dtype}. Convert operands and weights, as by .float().")
     if name == "auto":
         if device.type != "cuda":
             return "torch", f"the default on {device.type}"

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .autocast import without_autocast
+
+
+def positive_integer(config: str, name: str, value: object) -> int:
+    """`value` as an int of at least 1; TypeError or ValueError names the config and the argument."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{config}: {name} must be an integer; got {value!r} of type {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{config}: {name} must be at least 1; got {value}.")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,7 @@ class RouterConfig:
     normalize: bool = True
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ValueError(f"RouterConfig: top_k must be at least 1; got {self.top_k}.")
+        object.__setattr__(self, "top_k", positive_integer("RouterConfig", "top_k", self.top_k))
         if self.top_k == 1 and self.normalize:
             warnings.warn(
                 "RouterConfig: with top_k=1 and normalize=True every routing weight is 1, so the router gets no gradient "
@@ -82,6 +91,8 @@ class Router(nn.Module):
         config: K and what happens to the weights.
     Shape:
         x [T, H] -> RouterOutput. Parameter `weight` [E, H].
+    Raises:
+        ValueError: x is not on the device of the weight; TypeError: x has no floating dtype.
     Oracle: reference.router.
     """
 
@@ -107,6 +118,12 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, x: Tensor) -> RouterOutput:
+        if not x.is_floating_point():
+            raise TypeError(f"Router: hidden states must have a floating dtype; got {x.dtype}. Convert them, as by .float().")
+        if x.device != self.weight.device:
+            raise ValueError(
+                f"Router: the hidden states are on {x.device} and the weight on {self.weight.device}; move one with .to()."
+            )
         with without_autocast(x.device):
             logits = F.linear(x.float(), self.weight.float())
             weights, expert_ids = logits.softmax(dim=-1).topk(self.config.top_k, dim=-1)

@@ -90,15 +90,11 @@ def faults(report: Report) -> list[str]:
     # mma.sync reads its operands into registers, so the stage that is multiplied needs no buffer.
     buffers = config.num_stages - (expected == "mma.sync")
     pipelined = 2 * buffers * config.block_k * (config.block_m + config.block_n)
-    by_descriptor = report.kernel.endswith("_tma_kernel")
+    store_buffer = STORE_BUFFER.get(report.kernel, 0) * config.block_m * config.block_n
     copies = report.instructions["cp.async.c"] + report.instructions["cp.async.bulk.tensor"]
     if not copies or report.shared < pipelined:
         found.append(f"does not load ahead: {buffers} buffers of both operands take {pipelined} B")
-    if (
-        by_descriptor
-        and report.architecture == 90
-        and report.shared < pipelined + STORE_BUFFER[report.kernel] * config.block_n * config.block_m
-    ):
+    if report.architecture == 90 and store_buffer and report.shared < pipelined + store_buffer:
         found.append("has no buffer of its own for the store: see STORE_BUFFER")
     if report.architecture == 90:
         allowed, reason = ALLOWED_STACK.get((report.kernel, config), (0, "no spill is worth it"))

@@ -153,6 +153,8 @@ def test_a_bad_shape_is_one_line(text):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("--skew", "nan"),
+        ("--skew", "inf"),
         ("--dtype", "int8"),
         ("--device", "abacus"),
         ("--backend", "cublas"),
@@ -165,3 +167,4 @@ def test_a_bad_shape_is_one_line(text):
 def test_a_bad_option_is_refused(arguments):
     result = bench("expert_mlp", *ARGUMENTS, *arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output
+    assert arguments[0] in result.output, "the option is named"

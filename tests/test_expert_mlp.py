@@ -77,7 +77,9 @@ def test_expert_mlp(backend, dtype, data):
             x = leaves.pop("x")
             without_grad = function(x, topology, **leaves, activation=activation, columns=columns, **options)
         tolerance = 4 * torch.finfo(y.dtype).eps
-        torch.testing.assert_close(without_grad, y, rtol=tolerance, atol=tolerance * float(y.abs().max() if y.numel() else 0))
+        torch.testing.assert_close(
+            without_grad, y, rtol=tolerance, atol=tolerance * float(y.detach().abs().max() if y.numel() else 0)
+        )
         return y, *grads
 
     ours = run(expert_mlp, dtype, backend=backend)
@@ -113,6 +115,44 @@ def test_combine(backend, dtype, data):
     ours, oracle = run(combine, dtype, backend=backend), run(reference.combine, torch.float64)
     for name, *results in zip(names, ours, oracle, run(reference.combine, dtype), strict=True):
         assert_within_budget(name, *results, dtype)
+
+
+@each_backend_slowly
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_dropped_slot_has_no_gradient_whatever_its_weight(backend, value):
+    ids = torch.tensor([[0, 1], [-1, 2], [5, -1]], device=DEVICE)
+    topology = Topology.from_ids(ids, 3)
+    y, weights = randn(6, 8).float().requires_grad_(), randn(3, 2).float().masked_fill((ids < 0) | (ids > 2), value)
+    weights.requires_grad_()
+    out = combine(y, topology, weights, backend=backend)
+    grad_y, grad_weights = torch.autograd.grad(out.square().sum(), (y, weights), create_graph=True)
+    assert not grad_y[3:].any() and grad_y[:3].all()
+    assert not grad_weights[1, 0].any() and not grad_weights[2].any()
+    for second in torch.autograd.grad(grad_y.sum() + grad_weights.sum(), (y, weights)):
+        assert second.isfinite().all()
+
+
+@each_backend_slowly
+def test_dropped_slots_under_anomaly_detection(backend):
+    """Every gradient that a node returns is written in full: anomaly detection looks for NaN in all of it."""
+    topology = Topology.from_ids(torch.tensor([[0, -1], [2, 7], [1, 0]], device=DEVICE), 3)
+    for columns in (None, Columns.of([2, 4, 3])):
+        up_shape, down_shape = ((3, 10, 8), (3, 8, 5)) if columns is None else ((18, 8), (9, 8))
+        leaves = [randn(*shape).float().requires_grad_() for shape in ((3, 8), up_shape, down_shape, (3, 2))]
+        with torch.autograd.set_detect_anomaly(True):
+            expert_mlp(leaves[0], topology, *leaves[1:], columns=columns, backend=backend).sum().backward()
+        assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@each_backend_slowly
+def test_pairs_without_tokens(backend):
+    pair = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    topology = Topology.from_pairs(pair, pair, num_tokens=0, num_experts=2)
+    y, weights = randn(1, 4).requires_grad_(), randn(1).requires_grad_()
+    out = combine(y.float(), topology, weights, backend=backend)
+    assert out.shape == (0, 4)
+    out.sum().backward()
+    assert not y.grad.any() and not weights.grad.any()
 
 
 @each_backend_slowly
@@ -168,9 +208,10 @@ def test_two_runs_are_bitwise_equal(backend):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(up_proj=(3, 9, 8)), r"a gated up_proj is \[E, 2F, H\]"),
+        (dict(up_proj=(3, 9, 8)), r"up_proj must be \[3, 2F, H\] \(gate rows, then up rows\) .* got up_proj \[3, 9, 8\]"),
         (dict(up_proj=(2, 10, 8)), r"the topology covers 3 experts, so up_proj must be \[3, 2F, H\]"),
-        (dict(down_proj=(3, 8, 4)), r"so up_proj must be \[3, 2F, H\] and down_proj \[3, H, F\]"),
+        (dict(up_proj=(3, 10, 4)), r"got up_proj \[3, 10, 4\] and down_proj \[3, 8, 5\]"),
+        (dict(down_proj=(3, 8, 4)), r"and down_proj \[3, H, F\]; got up_proj \[3, 10, 8\] and down_proj \[3, 8, 4\]"),
         (dict(down_proj=(15, 8)), r"Flat weights of unequal experts need columns"),
         (dict(x=(5, 8)), r"the dense operand must be \[2, H\]"),
         (dict(routing_weights=(3, 1)), "one entry for each of the 2 slots"),

@@ -261,6 +261,8 @@ def test_the_report_names_every_layer():
     for line, (name, _) in zip(lines, named_experts(model), strict=True):
         assert line == f"{name}: MixtralExperts, swiglu fused, backend {backend}"
     assert "backend torch (asked for)" in patch_huggingface(model, backend="torch").report
+    bare = patch_huggingface(experts_of(mixtral())[0])
+    assert bare.report == f"the module itself: MixtralExperts, swiglu fused, backend {backend}"
 
 
 def named_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -299,15 +301,35 @@ def test_patching_twice_is_patching_once(calls):
     before = [dict(vars(module)) for module in experts_of(model)]
     keys = list(model.state_dict())
     first = patch_huggingface(model)
-    once = step(model)
-    second = patch_huggingface(model, backend="torch")
+    patched = [dict(vars(module)) for module in experts_of(model)]
+    with patch_huggingface(model) as second:
+        assert [vars(module) for module in experts_of(model)] == patched
+        assert second.report == first.report
+    assert [vars(module) for module in experts_of(model)] == patched
     assert list(model.state_dict()) == keys
-    assert_close(step(model), once)
-    assert calls == ["auto"] * 2 + ["torch"] * 2
-    second.restore()
-    assert [vars(module) for module in experts_of(model)] == before
+    step(model)
+    assert len(calls) == 2
     first.restore()
     assert [vars(module) for module in experts_of(model)] == before
+
+
+def test_patches_nest(calls):
+    """Each handle restores the state before it; an outer one takes those inside along."""
+    model = mixtral()
+    before = [dict(vars(module)) for module in experts_of(model)]
+    outer = patch_huggingface(model, backend="torch")
+    once = step(model)
+    with patch_huggingface(model, backend="auto") as inner:
+        assert_close(step(model), once)
+    assert_close(step(model), once)
+    assert calls == ["torch"] * 2 + ["auto"] * 2 + ["torch"] * 2
+    inner.restore()
+    step(model)
+    assert calls[6:] == ["torch"] * 2, "restored twice is restored once"
+    inner = patch_huggingface(model, backend="auto")
+    for handle in (outer, inner, outer):
+        handle.restore()
+        assert [vars(module) for module in experts_of(model)] == before
 
 
 def test_models_that_share_a_config_stay_independent(calls):
@@ -339,9 +361,9 @@ def test_copies_of_a_patched_model(duplicate, calls):
     assert calls == ["torch"] * 2
     step(model)
     assert len(calls) == 2
-    patch_huggingface(twin).restore()
+    patch_huggingface(twin, backend="auto").restore()
     step(twin)
-    assert len(calls) == 2, "a copy can be restored by a handle of its own"
+    assert calls[2:] == ["torch"] * 2, "a copy is as it was before a handle of its own"
 
 
 def test_an_unpatched_copy_of_a_restored_model(calls):
@@ -614,6 +636,12 @@ def test_quantised_weights_are_refused():
     (module, *_) = experts_of(model)
     module.gate_up_proj = nn.Parameter(module.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(UnsupportedModelError, match=r"its weights are torch\.float8_e4m3fn, a quantised format"):
+        patch_huggingface(model)
+
+
+@pytest.mark.parametrize("model", ["mixtral", None], ids=str)
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(TypeError, match=r"patch_huggingface: model must be of type Module; got .*\. Load it first"):
         patch_huggingface(model)
 
 

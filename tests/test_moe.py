@@ -700,6 +700,12 @@ def test_the_last_dimension_must_be_the_hidden_size(shape):
         build(SMALL)(torch.randn(shape, device=DEVICE))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_the_input_must_be_floating(dtype):
+    with pytest.raises(TypeError, match=f"must have a floating dtype; got {dtype}"):
+        build(SMALL)(torch.ones(3, 8, dtype=dtype, device=DEVICE))
+
+
 def test_a_scalar_is_no_hidden_state():
     with pytest.raises(ValueError, match=r"dMoE: the input must be \[\.\.\., 8\]; got \[\]"):
         build(SMALL)(torch.tensor(1.0, device=DEVICE))
@@ -711,16 +717,42 @@ def test_a_scalar_is_no_hidden_state():
         (dict(router=RouterConfig(4)), "router.top_k=4 exceeds num_experts=3"),
         (dict(activation="swish"), "activation: 'swish' is not known; choose one of swiglu, geglu"),
         (dict(ffn_hidden_size=(5, 2)), "ffn_hidden_size names 2 experts; num_experts is 3"),
-        (dict(ffn_hidden_size=(5, 2, 0)), "every expert needs at least one column"),
-        (dict(ffn_hidden_size=0), "every expert needs at least one column"),
-        (dict(hidden_size=0), "hidden_size and num_experts must be at least 1; got 0 and 3"),
-        (dict(num_experts=0), "hidden_size and num_experts must be at least 1; got 8 and 0"),
+        (dict(ffn_hidden_size=()), "ffn_hidden_size names 0 experts; num_experts is 3"),
+        (dict(ffn_hidden_size=(5, 2, 0)), "MoEConfig: ffn_hidden_size must be at least 1; got 0"),
+        (dict(ffn_hidden_size=0), "MoEConfig: ffn_hidden_size must be at least 1; got 0"),
+        (dict(ffn_hidden_size=-3), "MoEConfig: ffn_hidden_size must be at least 1; got -3"),
+        (dict(hidden_size=0), "MoEConfig: hidden_size must be at least 1; got 0"),
+        (dict(num_experts=0), "MoEConfig: num_experts must be at least 1; got 0"),
     ],
     ids=str,
 )
 def test_a_config_says_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in ("hidden_size", "ffn_hidden_size", "num_experts") for value in ("64", 6.0, None, True)]
+    + [("ffn_hidden_size", [2.9, 3.9, 4.9])],
+    ids=str,
+)
+def test_sizes_of_a_config_are_integers(name, value):
+    """A string is a sequence too, and a number with a fraction would be cut off."""
+    with pytest.raises(TypeError, match=f"MoEConfig: {name} must be an integer; got"):
+        replace(SMALL, **{name: value})
+
+
+def test_the_router_of_a_config_is_a_config():
+    with pytest.raises(TypeError, match=r"MoEConfig: router must be of type RouterConfig; got int\. Give RouterConfig"):
+        replace(SMALL, router=2)
+
+
+def test_experts_on_another_device_are_refused():
+    layer = build(SMALL)
+    layer.experts.to("meta")
+    with pytest.raises(ValueError, match=r"expert_mlp: the topology is on .* and up_proj on meta"):
+        layer(torch.randn(3, 8, device=DEVICE))
 
 
 def test_an_unknown_backend_is_refused_at_construction():
@@ -732,10 +764,12 @@ def test_a_backend_that_was_asked_for_never_falls_back():
     layer = build(SMALL, "triton", torch.float64)
     with pytest.raises(NotImplementedError, match="backend 'triton' computes in fp32, fp16 and bf16; got torch"):
         layer(torch.randn(3, 8, device=DEVICE, dtype=torch.float64))
-    with pytest.raises(NotImplementedError, match="backend 'triton' computes in"):
-        layer.backend_report()
+    first, *others = layer.backend_report().splitlines()
+    assert first.startswith("backend triton (asked for) cannot run here: it computes in fp32, fp16 and bf16; got torch.float64")
+    assert others == ["  torch: possible, not chosen"]
+    layer = dMoE(SMALL, device="meta", backend="triton")
     with pytest.raises(NotImplementedError, match="backend 'triton' needs a CUDA device; the tensors are on meta"):
-        dMoE(SMALL, device="meta", backend="triton").backend_report()
+        layer(torch.empty(3, 8, device="meta"))
 
 
 # -------------------------------------------------------------------- on a GPU, at real sizes

@@ -148,6 +148,20 @@ def test_top_k_is_at_most_the_number_of_experts():
     torch.testing.assert_close(everything, out.logits.softmax(dim=-1))
 
 
+@pytest.mark.parametrize("top_k", [2.0, "2", None, True], ids=repr)
+def test_top_k_is_an_integer(top_k):
+    with pytest.raises(TypeError, match="RouterConfig: top_k must be an integer; got"):
+        RouterConfig(top_k)
+
+
+def test_hidden_states_that_are_refused():
+    router = Router(4, 8, RouterConfig(2), device=DEVICE)
+    with pytest.raises(TypeError, match=r"Router: hidden states must have a floating dtype; got torch\.int64"):
+        router(torch.ones(5, 4, dtype=torch.int64, device=DEVICE))
+    with pytest.raises(ValueError, match="Router: the hidden states are on meta and the weight on"):
+        router(torch.ones(5, 4, device="meta"))
+
+
 @pytest.mark.case("E8")
 def test_negative_logits():
     logits = -5 - torch.randn(40, 256).abs()

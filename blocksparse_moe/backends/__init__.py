@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocksparse_moe_kernels import Columns, Topology
 
-from ..products import choose, describe_versions
+from ..products import choose, describe_versions, unknown
 from .products import ProductBackend
 
 
@@ -65,7 +65,7 @@ BACKENDS: dict[str, Backend] = {"triton": ProductBackend("triton"), "torch": Pro
 def check_name(name: str) -> str:
     """`name` itself; ValueError unless it is "auto" or a backend."""
     if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"backend: {name!r} is not known; choose one of auto, {', '.join(BACKENDS)}.")
+        raise ValueError(f"backend: {name!r} {unknown(name)}.")
     return name
 
 
@@ -73,7 +73,8 @@ def select(name: str, spec: ExpertSpec) -> tuple[Backend, str]:
     """The backend that runs `spec` for `name` ("auto" included), and why.
 
     Raises:
-        ValueError: an unknown name; NotImplementedError: the named backend cannot, with the reason.
+        ValueError: an unknown name; TypeError: no floating dtype; NotImplementedError: the named backend cannot, with the
+            reason.
     """
     check_name(name)
     chosen, reason = choose(name, spec.device, spec.dtype)
@@ -81,9 +82,14 @@ def select(name: str, spec: ExpertSpec) -> tuple[Backend, str]:
 
 
 def report(name: str, spec: ExpertSpec) -> str:
-    """Which backend runs, why, and why the others would not: for people."""
-    backend, reason = select(name, spec)
-    lines = [f"backend {backend.name} ({reason}), {describe_versions()}"]
+    """Which backend runs, why, and why the others would not: for people. One that was asked for may be unable to, too."""
+    obstacle = None if check_name(name) == "auto" else BACKENDS[name].why_not(spec)
+    if obstacle is None:
+        backend, reason = select(name, spec)
+        lines = [f"backend {backend.name} ({reason}), {describe_versions()}"]
+    else:
+        backend = BACKENDS[name]
+        lines = [f"backend {name} (asked for) cannot run here: it {obstacle}; {describe_versions()}"]
     for other in BACKENDS.values():
         if other.name != backend.name:
             obstacle = other.why_not(spec)

@@ -5,6 +5,9 @@
 
 With dA' = sdd(dy, w_down) unscaled: dp = <dA', a>, dA = p dA', dw_down = dsd((p a).T, dy), a recomputed from pre; the form of
 dp is SonicMoE's, arXiv:2512.14080. Autograd frees pre when `down` returns, before dx and dw_up are made.
+
+Kernels read no row that was dropped. Such rows of pre, a and the gradient of pre are zeroed for those who read whole tensors:
+anomaly detection and opcheck.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from blocksparse_moe_kernels.block_sparse import values_shape
 
 from ..products import implementation
 from .define import NUM_TOPOLOGY, TOPOLOGY, columns_of, define, differentiate, no_gradients, save, saved, unflatten
+from .products import zero_unused
 
 EXPERTS = f"{TOPOLOGY}, SymInt[]? widths, str activation, str backend"
 
@@ -39,7 +43,7 @@ def _flat_columns(w: Tensor, columns: Columns) -> Columns | None:
 def _expert_up_run(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
     topology, columns, activation, kernels = _experts(w, arguments)
     pre, hidden = kernels.sdd_activation(x, w, topology, activation, columns=_flat_columns(w, columns), bias=bias)
-    return pre.values, hidden.values
+    return zero_unused(pre, kernels), zero_unused(hidden, kernels)
 
 
 def _expert_up_fake(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
@@ -129,7 +133,7 @@ def _expert_down_grads_run(grad, pre, w, bias, routing_weights, wanted, *argumen
         dot = kernels.bias_dot(grad, bias, topology) if want_weights and bias is not None else None
         pre_sparse = BlockSparse(pre, topology, columns.times(activation.halves))
         s, scaled, weight_grads = kernels.activation_backward(grad_hidden, pre_sparse, activation, routing_weights, dot)
-        grad_pre = s.values
+        grad_pre = zero_unused(s, kernels) if want_pre else grad_pre
         grad_weights = grad_weights if weight_grads is None else weight_grads
         if want_w:
             grad_w = kernels.dsd_transposed(scaled, grad, order="tokens", like=w)
@@ -143,7 +147,7 @@ def _expert_down_grads_fake(grad, pre, w, bias, routing_weights, wanted, *argume
     empty = grad.new_empty(0)
     passes = want_pre or want_w or want_weights
     return (
-        torch.empty_like(pre) if passes else empty.clone(),
+        torch.empty_like(pre) if want_pre else empty.clone(),
         torch.empty_like(w) if want_w else empty.clone(),
         _contiguous_like(bias) if want_bias else empty.clone(),
         _contiguous_like(routing_weights) if passes and routing_weights is not None else empty.clone(),

@@ -21,10 +21,10 @@ def _sdd_run(x, w, *arguments) -> Tensor:
     topology = unflatten(flat)
     kernels = implementation(backend)
     s = kernels.sdd(x, w, topology, order=order, columns=None if widths is None else Columns.of(widths))
-    return _zero_unused(s, kernels)
+    return zero_unused(s, kernels)
 
 
-def _zero_unused(s: BlockSparse, kernels: Any) -> Tensor:
+def zero_unused(s: BlockSparse, kernels: Any) -> Tensor:
     """Values of s, with zeros behind the rows that are kept."""
     if s.columns.are_equal:
         return kernels.zero_tail(s.values, s.topology.num_rows, s.columns.widest)
@@ -173,10 +173,16 @@ def _combine_backward(ctx, grad):
         topology = unflatten(flat)
         row = torch.arange(topology.num_slots, device=grad.device)
         kept = row < topology.num_rows
-        spread = torch.where(kept[:, None], grad.index_select(0, topology.tokens), 0)
+        if topology.num_tokens:
+            spread = torch.where(kept[:, None], grad.index_select(0, topology.tokens), 0)
+        else:
+            spread = grad.new_zeros(topology.num_slots, grad.shape[1])
         slots = topology.slots.long()
         if ctx.needs_input_grad[0]:
-            grad_y = spread if weights is None else (spread * weights.reshape(-1)[slots, None]).to(grad.dtype)
+            grad_y = spread
+            if weights is not None:
+                scale = torch.where(kept, weights.reshape(-1)[slots], 0)  # a dropped slot may have a weight of NaN
+                grad_y = (spread * scale[:, None]).to(grad.dtype)
         if ctx.needs_input_grad[1]:
             wide = torch.promote_types(y.dtype, torch.float32)
             dots = torch.where(kept, torch.linalg.vecdot(spread.to(wide), y.to(wide)), 0)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse_moe_kernels import Topology
+from blocksparse_moe_kernels.launch import check_type
 from blocksparse_moe_kernels.versions import require
 
 from ..backends import check_name
@@ -69,7 +70,7 @@ class UnsupportedModelError(NotImplementedError):
 
 @dataclass(frozen=True)
 class PatchedLayer:
-    """One experts module: where it is, its class, and the backend that runs it as the model is now."""
+    """One experts module: where it is, its class, and the backend that runs it since it was patched."""
 
     name: str
     experts_class: str
@@ -77,11 +78,21 @@ class PatchedLayer:
     activation: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.experts_class}, {self.activation} fused, backend {self.backend}"
+        return f"{self.name or 'the module itself'}: {self.experts_class}, {self.activation} fused, backend {self.backend}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Patch:
+    """One switch of an experts module: the backend that runs from then on, and the config of the module before."""
+
+    backend: str
+    config: Any
 
 
 class PatchHandle:
     """What `patch_huggingface` did, and the way back. A context manager: leaving it restores the model.
+
+    Patches nest: a handle gives each module the state that it had before, and leaves alone what it did not change.
 
     Keep `backward()` inside the `with` block when the model uses gradient checkpointing, which runs the forward again.
 
@@ -89,8 +100,8 @@ class PatchHandle:
         layers: one entry per experts module that was switched.
     """
 
-    def __init__(self, modules: list[nn.Module], layers: list[PatchedLayer]) -> None:
-        self._modules = modules
+    def __init__(self, patches: list[tuple[Any, _Patch]], layers: list[PatchedLayer]) -> None:
+        self._patches = patches
         self.layers = tuple(layers)
 
     @property
@@ -99,11 +110,14 @@ class PatchHandle:
         return "\n".join(str(layer) for layer in self.layers)
 
     def restore(self) -> None:
-        """Give every module its own config back. Does nothing where that has happened already."""
-        for module in self._modules:
-            if "_blocksparse_original_config" in module.__dict__:
-                module.config = module._blocksparse_original_config
-                del module._blocksparse_original_config, module._blocksparse_backend
+        """Undo the patch, and those made over it since. Does nothing where that has happened already."""
+        for module, patch in self._patches:
+            patches = _patches(module)
+            if patch in patches:
+                module.config = patch.config
+                module._blocksparse_patches = patches[: patches.index(patch)]
+                if not module._blocksparse_patches:
+                    del module._blocksparse_patches
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -130,13 +144,16 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto") -> PatchHandle
         model: a transformers model; for now of the Mixtral family.
         backend: "auto", "triton" or "torch", for every layer.
     Returns:
-        A handle with `report`, `restore()` and use as a context manager. Patching twice equals patching once.
+        A handle with `report`, `restore()` and use as a context manager. Patching again with the same backend changes
+        nothing; with another one it changes the backend until that handle is restored.
     Raises:
+        TypeError: `model` is no module.
         UnsupportedModelError: the model has no experts module that can be computed here, or has one that cannot.
         ValueError: unknown backend; NotImplementedError: the backend cannot run here, with the reason.
         ImportError: transformers is missing or too old.
     """
     register_huggingface()
+    check_type("patch_huggingface", "model", model, nn.Module, "Load it first, as by AutoModelForCausalLM.from_pretrained.")
     check_name(backend)
     candidates = {name: module for name, module in model.named_modules() if _looks_like_experts(module)}
     reasons = {name: reason for name, module in candidates.items() if (reason := why_not(module)) is not None}
@@ -152,14 +169,23 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto") -> PatchHandle
         weight = module.gate_up_proj
         chosen, reason = choose(backend, weight.device, weight.dtype)
         layers.append(PatchedLayer(name, type(module).__name__, f"{chosen} ({reason})", str(_activation(module))))
+    made = []
     for module in candidates.values():
-        if "_blocksparse_original_config" not in module.__dict__:
-            module._blocksparse_original_config = module.config
-            module.config = copy.copy(module.config)
-            # The public property would switch sub-configs as well, which the copy shares with the original.
-            module.config._experts_implementation_internal = NAME
-        module._blocksparse_backend = backend
-    return PatchHandle(list(candidates.values()), layers)
+        patches = _patches(module)
+        if patches and patches[-1].backend == backend:
+            continue
+        patch = _Patch(backend, module.config)
+        module._blocksparse_patches = (*patches, patch)
+        module.config = copy.copy(module.config)
+        # The public property would switch sub-configs as well, which the copy shares with the original.
+        module.config._experts_implementation_internal = NAME
+        made.append((module, patch))
+    return PatchHandle(made, layers)
+
+
+def _patches(module: Any) -> tuple[_Patch, ...]:
+    """The patches of a module that have not been restored, the one in force last."""
+    return module.__dict__.get("_blocksparse_patches", ())
 
 
 def why_not(module: Any) -> str | None:
@@ -220,7 +246,8 @@ def _experts_forward(module: Any, hidden_states: Tensor, *routing: Tensor, **nam
         *routing,
         *(named[first] if first in named else named[second] for first, second in aliases[len(routing) :]),
     )
-    if "_blocksparse_original_config" not in module.__dict__ and (reason := why_not(module)) is not None:
+    patches = _patches(module)
+    if not patches and (reason := why_not(module)) is not None:
         raise UnsupportedModelError(f'experts_implementation="{NAME}": {reason}. Supported families: {", ".join(FAMILIES)}.')
     gate_up_proj, down_proj = module.gate_up_proj, module.down_proj
     y = expert_mlp(
@@ -230,6 +257,6 @@ def _experts_forward(module: Any, hidden_states: Tensor, *routing: Tensor, **nam
         down_proj,
         weights,
         activation=str(_activation(module)),
-        backend=getattr(module, "_blocksparse_backend", "auto"),
+        backend=patches[-1].backend if patches else "auto",
     )
     return y.to(hidden_states.dtype)

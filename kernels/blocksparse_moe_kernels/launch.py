@@ -95,11 +95,10 @@ def stack_bias(operation: str, bias: Tensor | None, weight: StackedWeight) -> tu
         return None, (0, 0, 0)
     check_same(operation, "bias", bias, "the weight", weight.data)
     E, halves, columns = weight.columns.num_experts, weight.halves, weight.columns
-    if bias.numel() != halves * columns.total:
-        raise ValueError(
-            f"{operation}: the bias must have {halves * columns.total} entries, one a column of each expert; "
-            f"got {list(bias.shape)}."
-        )
+    shapes: tuple[tuple[int, ...], ...] = ((halves * columns.total,),)
+    if columns.are_equal:
+        shapes = ((E, halves * columns.widest), (E, halves, columns.widest), *shapes)
+    check_shape(operation, "the bias", bias, shapes)
     if not columns.are_equal:
         return bias, (0, 0, bias.stride(0))
     if bias.ndim == 1:
@@ -107,6 +106,35 @@ def stack_bias(operation: str, bias: Tensor | None, weight: StackedWeight) -> tu
     elif bias.ndim == 2:
         bias = bias.unflatten(1, (halves, columns.widest))
     return bias, bias.stride()
+
+
+def check_type(operation: str, name: str, value: object, kind: type, cure: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{operation}: {name} must be of type {kind.__name__}; got {type(value).__name__}. {cure}")
+
+
+def check_shape(operation: str, name: str, tensor: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """The shape of the tensor is one of `shapes`."""
+    if tensor.shape not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{operation}: {name} must be {allowed}; got {list(tensor.shape)}.")
+
+
+def check_operands(operation: str, topology: Topology, **operands: Tensor | None) -> None:
+    """Operands are floating-point tensors on the device of the topology; None is one that was not given."""
+    check_type(operation, "topology", topology, Topology, "Make one with Topology.from_ids(expert_ids, num_experts).")
+    device = topology.device
+    for name, tensor in operands.items():
+        if tensor is None:
+            continue
+        check_type(operation, name, tensor, Tensor, "Make one with torch.as_tensor.")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{operation}: {name} must have a floating dtype; got {tensor.dtype}. Convert it, as by .float().")
+        if tensor.device != device:
+            raise ValueError(
+                f"{operation}: the topology is on {device} and {name} on {tensor.device}; move one: tensors with .to(), the "
+                "topology by building it from ids that were moved."
+            )
 
 
 def check_dense(operation: str, x: Tensor, topology: Topology, order: Order, other: Tensor) -> None:
@@ -130,14 +158,21 @@ def check_dense(operation: str, x: Tensor, topology: Topology, order: Order, oth
 def check_combine(y: Tensor, topology: Topology, weights: Tensor | None) -> None:
     if y.ndim != 2 or y.shape[0] != topology.num_slots:
         raise ValueError(f"combine: y must be [{topology.num_slots}, H], one row a slot; got {list(y.shape)}.")
-    check_device("combine", y, topology)
-    if weights is not None:
-        check_device("combine", weights, topology)
-        if weights.numel() != topology.num_slots or weights.ndim > 2:
-            raise ValueError(
-                f"combine: weights must have one entry for each of the {topology.num_slots} slots, as [T, K] or [M]; "
-                f"got {list(weights.shape)}."
-            )
+    check_operands("combine", topology, y=y, weights=weights)
+    check_weights("combine", topology, weights)
+
+
+def check_weights(operation: str, topology: Topology, weights: Tensor | None) -> None:
+    """Routing weights are [T, K], or [M] by slot; of pairs, whose tokens have any number of slots, in any two dimensions."""
+    if weights is None:
+        return
+    M, T, shape = topology.num_slots, topology.num_tokens, weights.shape
+    by_token = len(shape) == 2 and shape.numel() == M and (topology.token_offsets is not None or shape[0] == T)
+    if not by_token and shape != (M,):
+        wanted = f"[{M}]" if topology.token_offsets is not None else f"[{T}, {topology.slots_per_token}] or [{M}]"
+        raise ValueError(
+            f"{operation}: routing weights must have one entry for each of the {M} slots, as {wanted}; got {list(shape)}."
+        )
 
 
 def check_sparse(operation: str, s: BlockSparse, columns: Columns) -> None:
@@ -156,6 +191,9 @@ def check_down_bias(operation: str, bias: Tensor | None, weight: StackedWeight) 
 
 
 def check_same(operation: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Both tensors have one floating dtype and lie on one device."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{operation}: {name} must have a floating dtype; got {tensor.dtype}. Convert it, as by .float().")
     if tensor.dtype != other.dtype:
         raise TypeError(
             f"{operation}: {name} is {tensor.dtype} and {other_name} is {other.dtype}; convert one, for example "

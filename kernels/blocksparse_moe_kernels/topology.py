@@ -110,6 +110,8 @@ class Topology:
         On a GPU three kernels do it, elsewhere torch's sort does; the result is the same.
         Oracle: reference.topology.
         """
+        if not isinstance(expert_ids, Tensor):
+            raise TypeError(f"Topology.from_ids: expert_ids must be a tensor [T, K]; got a {type(expert_ids).__name__}.")
         if expert_ids.ndim != 2:
             raise ValueError(
                 f"Topology.from_ids: expert_ids must be [T, K], one row a token; got shape {tuple(expert_ids.shape)}. "

@@ -44,9 +44,10 @@ def sdd(
     bias: Tensor | None = None,
 ) -> BlockSparse:
     """s_e = x_e w_e^T (+ bias_e); see `triton.sdd.sdd`."""
-    weight = fold_halves(stack_weight("sdd", w, topology, columns))
+    weight = stack_weight("sdd", w, topology, columns)
     check_dense("sdd", x, topology, order, w)
     stacked_bias, _ = stack_bias("sdd", bias, weight)
+    weight = fold_halves(weight)
     s = _empty(x, topology, weight.sparse_columns)
     for expert, rows, block in _blocks(s):
         _project(_rows_of(x, topology, rows, order), weight, stacked_bias, expert, block)
@@ -64,9 +65,10 @@ def sdd_activation(
     save_pre: bool = True,
 ) -> tuple[BlockSparse | None, BlockSparse]:
     """(pre-activation or None, activation of it); see `triton.sdd.sdd_activation`."""
-    weight = fold_halves(stack_weight("sdd", w, topology, columns, activation.halves))
+    weight = stack_weight("sdd", w, topology, columns, activation.halves)
     check_dense("sdd", x, topology, "tokens", w)
     stacked_bias, _ = stack_bias("sdd", bias, weight)
+    weight = fold_halves(weight)
     sparse_columns = weight.sparse_columns
     hidden_columns = Columns(tuple(width // activation.halves for width in sparse_columns.widths))
     act = _empty(x, topology, hidden_columns)

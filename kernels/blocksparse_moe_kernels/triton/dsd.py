@@ -167,9 +167,10 @@ def dsd(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
         "HAS_BIAS": bias is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    form = weight_form(weight) if config.tma and weight.halves == 1 else None
+    others_are_describable = rows_are_describable(s.values) and rows_are_describable(y)
+    form = weight_form(weight) if config.tma and weight.halves == 1 and others_are_describable else None
     with on_device(w.device):
-        if form is not None and rows_are_describable(s.values) and rows_are_describable(y):
+        if form is not None:
             _dsd_tma_kernel[(min(tiles, num_programs(w.device)),)](
                 describe(s.values, config.block_m, config.block_k),
                 describe_weight(form, weight, config.block_k, config.block_n),

@@ -173,9 +173,9 @@ def dsd_transposed(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
         "GATHER": order == "tokens", "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    form = weight_form(weight) if config.tma and weight.halves == 1 else None
+    form = weight_form(weight) if config.tma and weight.halves == 1 and rows_are_describable(s.values) else None
     with on_device(x.device):
-        if form is not None and rows_are_describable(s.values):
+        if form is not None:
             _dsd_transposed_tma_kernel[(min(tiles * topology.num_experts, num_programs(x.device)),)](
                 describe_rows(s.values, config.block_k, config.block_m), x,
                 describe_weight(form, weight, config.block_m, config.block_n),

@@ -255,10 +255,10 @@ def _launch(
         "GATHER": order == "tokens", "EVEN_K": weight.hidden_size % config.block_k == 0, "HAS_BIAS": bias is not None,
         "FUNCTION": function, "SAVE_PRE": pre is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    form = weight_form(weight) if config.tma else None
-    described = form is not None and rows_are_describable(pre, weight.halves) and rows_are_describable(act)
+    results_are_describable = rows_are_describable(pre, weight.halves) and rows_are_describable(act)
+    form = weight_form(weight) if config.tma and results_are_describable else None
     with on_device(x.device):
-        if described:
+        if form is not None:
             _sdd_tma_kernel[(min(tiles, num_programs(x.device)),)](
                 x, describe_weight(form, weight, block_n, config.block_k), bias,
                 describe_rows(pre, config.block_m, block_n, weight.halves), describe_rows(act, config.block_m, block_n),
