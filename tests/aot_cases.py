@@ -20,6 +20,7 @@ from blocksparse_moe_kernels.block_sparse import values_shape
 from blocksparse_moe_kernels.config import (
     SHARED_MEMORY_KB,
     GemmConfig,
+    choose_block_k,
     choose_block_m,
     column_product_tile,
     row_product_tile,
@@ -37,6 +38,7 @@ ARCHITECTURES = tuple(SHARED_MEMORY_KB)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 HEIGHTS = tuple(sorted({choose_block_m(rows, 1) for rows in range(1, 1025)}))
+DEPTHS = tuple(sorted({choose_block_k(rows, 1) for rows in range(1, 1025)}))
 """Every height of row tiles that can be chosen."""
 
 
@@ -228,14 +230,15 @@ class Build:
         return f"sm_{self.architecture} {self.call.__name__}: {', '.join(words)}"
 
 
-def row_configs(dtype: str, architecture: int) -> list[GemmConfig]:
-    """Tiles of sdd and dsd, the tallest first."""
-    return distinct(row_product_tile(height, DTYPES[dtype], architecture) for height in reversed(HEIGHTS))
+def row_configs(dtype: str, architecture: int, tma: bool = True) -> list[GemmConfig]:
+    """Tiles of sdd and dsd, the tallest first, wide ones before narrow ones."""
+    choices = product((False, True), reversed(HEIGHTS))
+    return distinct(row_product_tile(height, DTYPES[dtype], architecture, tma, narrow) for narrow, height in choices)
 
 
-def column_configs(dtype: str, architecture: int) -> list[GemmConfig]:
+def column_configs(dtype: str, architecture: int, tma: bool = True) -> list[GemmConfig]:
     """Tiles of the transposed dsd, the deepest first."""
-    return distinct(column_product_tile(height, DTYPES[dtype], architecture) for height in reversed(HEIGHTS))
+    return distinct(column_product_tile(depth, DTYPES[dtype], architecture, tma) for depth in reversed(DEPTHS))
 
 
 def distinct(configs: Iterable[GemmConfig]) -> list[GemmConfig]:
@@ -258,8 +261,10 @@ def configurations(architecture: int) -> Iterator[Build]:
 
 def forms(architecture: int) -> Iterator[Build]:
     """What hangs on no configuration, once: every layout, fp32, and the kernels that are not products."""
-    for layout in ("rows", "columns", "varied", "strided"):
-        rows, columns = row_configs("bf16", architecture), column_configs("bf16", architecture)
+    for layout, tma in product(("rows", "columns", "varied", "strided"), (False, True)):
+        if tma and layout in ("varied", "strided"):
+            continue
+        rows, columns = row_configs("bf16", architecture, tma), column_configs("bf16", architecture, tma)
         tile = -1 if layout == "strided" else 0
         yield Build(up, Layer(layout=layout), architecture, rows[tile])
         yield Build(down, Layer(layout=layout), architecture, rows[tile])
@@ -277,7 +282,8 @@ def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:
         for layout, activation in product(("rows", "varied", "strided"), ACTIVATIONS):
             yield Build(helpers, Layer(dtype, layout, activation), architecture)
         return
-    configs = column_configs(dtype, architecture) if name == "dsd_transposed" else row_configs(dtype, architecture)
+    tiles = column_configs if name == "dsd_transposed" else row_configs
+    configs = distinct([*tiles(dtype, architecture), *tiles(dtype, architecture, tma=False)])
     flag = (True, False)
     for config, call in product(configs, PRODUCTS[name]):
         if call is up:

@@ -287,8 +287,8 @@ def test_descriptors_change_nothing_at_real_size(hidden):
     x = weight_of(1, 12_000, hidden, "hidden")[0]
     s = BlockSparse(weight_of(1, 48_000, 2 * columns, "hidden")[0], topology, Columns.equal(2 * columns, experts))
     s.values[kept:] = torch.nan
-    rows = row_product_config(48_000, experts, x.dtype, DEVICE)
-    reduced = column_product_config(48_000, experts, x.dtype, DEVICE)
+    rows = row_product_config(48_000, experts, hidden, x.dtype, DEVICE, tma=True)
+    reduced = column_product_config(48_000, experts, x.dtype, DEVICE, tma=True)
     assert rows.tma and reduced.tma
 
     def run(tma):

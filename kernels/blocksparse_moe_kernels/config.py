@@ -9,6 +9,8 @@ import torch
 SHARED_MEMORY_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one block may use, by compute capability (CUDA programming guide, table of technical specifications)."""
 
+_HAVE_TMA = (90, 100)
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -50,33 +52,61 @@ def num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def _mean_rows(num_slots: int, num_experts: int) -> float:
+    """Rows of an expert that has any, as far as the host can know."""
+    return num_slots / max(1, min(num_experts, num_slots))
+
+
 def choose_block_m(num_slots: int, num_experts: int) -> int:
-    """Height of the row tiles: about the rows of a mean expert, so that few of a tile's rows are empty."""
-    mean_rows = num_slots / max(1, min(num_experts, num_slots))
-    return next((height for height in (16, 32, 64) if mean_rows <= height), 128)
+    """Height of the row tiles: a low tile wastes fewer rows, a high one reads the weights less often (measured on an H200)."""
+    mean_rows = _mean_rows(num_slots, num_experts)
+    return next((height for most, height in ((8, 16), (16, 32), (128, 64)) if mean_rows <= most), 128)
 
 
-def row_product_config(num_slots: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
-    """Tile of sdd and dsd, whose rows come in the tiles of a schedule."""
-    return row_product_tile(choose_block_m(num_slots, num_experts), dtype, architecture_of(device))
+def choose_block_k(num_slots: int, num_experts: int) -> int:
+    """Rows that a step of the transposed product reduces."""
+    mean_rows = _mean_rows(num_slots, num_experts)
+    return next((depth for most, depth in ((8, 16), (64, 32)) if mean_rows <= most), 64)
 
 
-def row_product_tile(block_m: int, dtype: torch.dtype, architecture: int) -> GemmConfig:
+def row_product_config(
+    num_slots: int, num_experts: int, width: int, dtype: torch.dtype, device: torch.device, tma: bool = False
+) -> GemmConfig:
+    """Tile of sdd and dsd, whose rows come in the tiles of a schedule.
+
+    `width` is that of the result, all halves; `tma` says that the tensor memory accelerator can address the operands.
+    """
+    block_m, architecture = choose_block_m(num_slots, num_experts), architecture_of(device)
+    wide = row_product_tile(block_m, dtype, architecture, tma)
+    few = num_slots * -(-width // wide.block_n) < num_programs(device)
+    return row_product_tile(block_m, dtype, architecture, tma, narrow=True) if few else wide
+
+
+def row_product_tile(
+    block_m: int, dtype: torch.dtype, architecture: int, tma: bool = False, narrow: bool = False
+) -> GemmConfig:
+    """`narrow`: for so few rows that wide tiles would leave multiprocessors idle."""
     if dtype == torch.float32:
         return GemmConfig(block_m, 64, 32, 4, 2)
-    if architecture in (90, 100):
-        return GemmConfig(block_m, 256, 64, 8, 3, tma=True) if block_m == 128 else GemmConfig(block_m, 128, 64, 4, 3)
-    return GemmConfig(block_m, 128, 32, 8 if block_m == 128 else 4, 3)
+    if architecture not in _HAVE_TMA:
+        return GemmConfig(block_m, 128, 32, 8 if block_m == 128 else 4, 3)
+    if tma and narrow:
+        return GemmConfig(block_m, 64, 128, 4, 4, tma)
+    if block_m == 128:
+        return GemmConfig(block_m, 256, 64, 8, 3, tma)
+    return GemmConfig(block_m, 256, 64, 4, 4, tma) if tma else GemmConfig(block_m, 128, 64, 4, 3)
 
 
-def column_product_config(num_slots: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
+def column_product_config(
+    num_slots: int, num_experts: int, dtype: torch.dtype, device: torch.device, tma: bool = False
+) -> GemmConfig:
     """Tile of the transposed dsd, which reduces over the rows of an expert."""
-    return column_product_tile(choose_block_m(num_slots, num_experts), dtype, architecture_of(device))
+    return column_product_tile(choose_block_k(num_slots, num_experts), dtype, architecture_of(device), tma)
 
 
-def column_product_tile(block_rows: int, dtype: torch.dtype, architecture: int) -> GemmConfig:
+def column_product_tile(block_k: int, dtype: torch.dtype, architecture: int, tma: bool = False) -> GemmConfig:
     if dtype == torch.float32:
-        return GemmConfig(64, 64, min(block_rows, 32), 4, 2)
-    if architecture in (90, 100):
-        return GemmConfig(256, 128, min(block_rows, 64), 8, 3, tma=True)
-    return GemmConfig(128, 128, min(block_rows, 32), 8, 3)
+        return GemmConfig(64, 64, min(block_k, 32), 4, 2)
+    if architecture not in _HAVE_TMA:
+        return GemmConfig(128, 128, min(block_k, 32), 8, 3)
+    return GemmConfig(256, 128, block_k, 8, 3, tma) if tma else GemmConfig(128, 256, block_k, 8, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import product
 
 import pytest
@@ -15,18 +15,20 @@ from tests.support import HAS_CUDA
 
 DTYPES = (torch.float32, torch.bfloat16 if HAS_CUDA else torch.float16)
 HEIGHTS = (16, 32, 64, 128)
+ROWS_A_STEP = (16, 32, 64)
 DEPTHS = (1, 2, 3, 4)
 
 
-def _chosen(tile: Callable[..., GemmConfig]) -> list[tuple[GemmConfig, torch.dtype]]:
-    choices = product(HEIGHTS, DTYPES, SHARED_MEMORY_KB)
-    return list(dict.fromkeys((tile(height, dtype, architecture), dtype) for height, dtype, architecture in choices))
+def _chosen(sizes: tuple[int, ...], *tiles: Callable[..., GemmConfig]) -> list[tuple[GemmConfig, torch.dtype]]:
+    choices = product(tiles, sizes, DTYPES, SHARED_MEMORY_KB)
+    return list(dict.fromkeys((tile(size, dtype, architecture), dtype) for tile, size, dtype, architecture in choices))
 
 
 def _parametrized(configs: list[tuple[GemmConfig, torch.dtype]]) -> pytest.MarkDecorator:
     def name(config: GemmConfig, dtype: torch.dtype) -> str:
         tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
-        return f"{tile}-w{config.num_warps}-s{config.num_stages}-{str(dtype).removeprefix('torch.')}"
+        path = "tma" if config.tma else "pointers"
+        return f"{tile}-w{config.num_warps}-s{config.num_stages}-{path}-{str(dtype).removeprefix('torch.')}"
 
     return pytest.mark.parametrize(("config", "dtype"), [pytest.param(*choice, id=name(*choice)) for choice in configs])
 
@@ -39,8 +41,13 @@ def _at_every_depth(configs: list[tuple[GemmConfig, torch.dtype]]) -> list[tuple
     return list(dict.fromkeys(deeper))
 
 
-ROW_CONFIGS = _chosen(row_product_tile)
-COLUMN_CONFIGS = _chosen(column_product_tile)
+ROW_CONFIGS = _chosen(
+    HEIGHTS,
+    row_product_tile,
+    partial(row_product_tile, tma=True),
+    partial(row_product_tile, tma=True, narrow=True),
+)
+COLUMN_CONFIGS = _chosen(ROWS_A_STEP, column_product_tile, partial(column_product_tile, tma=True))
 each_row_config = _parametrized(ROW_CONFIGS)
 each_column_config = _parametrized(COLUMN_CONFIGS)
 each_row_config_and_depth = _parametrized(_at_every_depth(ROW_CONFIGS))

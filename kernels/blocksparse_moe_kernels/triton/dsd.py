@@ -159,7 +159,11 @@ def dsd(
     y = s.values.new_empty(topology.num_slots, hidden_size)
     if y.numel() == 0:
         return y
-    config = config or row_product_config(topology.num_slots, topology.num_experts, w.dtype, w.device)
+    others_are_describable = rows_are_describable(s.values) and rows_are_describable(y)
+    form = weight_form(weight) if weight.halves == 1 and others_are_describable else None
+    config = config or row_product_config(
+        topology.num_slots, topology.num_experts, hidden_size, w.dtype, w.device, tma=form is not None
+    )
     schedule = topology.schedule(config.block_m)
     tiles = schedule.capacity * triton.cdiv(hidden_size, config.block_n)
     bias_strides = (0, 0) if bias is None else bias.stride()
@@ -167,10 +171,8 @@ def dsd(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
         "HAS_BIAS": bias is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    others_are_describable = rows_are_describable(s.values) and rows_are_describable(y)
-    form = weight_form(weight) if config.tma and weight.halves == 1 and others_are_describable else None
     with on_device(w.device):
-        if form is not None:
+        if form is not None and config.tma:
             _dsd_tma_kernel[(min(tiles, num_programs(w.device)),)](
                 describe(s.values, config.block_m, config.block_k),
                 describe_weight(form, weight, config.block_k, config.block_n),

@@ -167,15 +167,17 @@ def dsd_transposed(
     if out.numel() == 0:
         return out
     hidden_size, columns = weight.hidden_size, weight.columns.widest
-    config = config or column_product_config(topology.num_slots, topology.num_experts, x.dtype, x.device)
+    form = weight_form(weight) if weight.halves == 1 and rows_are_describable(s.values) else None
+    config = config or column_product_config(
+        topology.num_slots, topology.num_experts, x.dtype, x.device, tma=form is not None
+    )
     tiles = weight.halves * triton.cdiv(columns, config.block_m) * triton.cdiv(hidden_size, config.block_n)
     flags = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
         "GATHER": order == "tokens", "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    form = weight_form(weight) if config.tma and weight.halves == 1 and rows_are_describable(s.values) else None
     with on_device(x.device):
-        if form is not None:
+        if form is not None and config.tma:
             _dsd_transposed_tma_kernel[(min(tiles * topology.num_experts, num_programs(x.device)),)](
                 describe_rows(s.values, config.block_k, config.block_m), x,
                 describe_weight(form, weight, config.block_m, config.block_n),

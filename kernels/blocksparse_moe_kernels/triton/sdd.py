@@ -245,7 +245,12 @@ def _launch(
     bias, bias_strides = stack_bias("sdd", bias, weight)
     if topology.num_slots == 0:
         return
-    config = config or row_product_config(topology.num_slots, topology.num_experts, x.dtype, x.device)
+    width = weight.sparse_columns.widest
+    results_are_describable = rows_are_describable(pre, weight.halves) and rows_are_describable(act)
+    form = weight_form(weight) if results_are_describable else None
+    config = config or row_product_config(
+        topology.num_slots, topology.num_experts, width, x.dtype, x.device, tma=form is not None
+    )
     block_n = max(16, config.block_n // weight.halves)
     schedule = topology.schedule(config.block_m)
     columns = weight.columns.widest
@@ -255,10 +260,8 @@ def _launch(
         "GATHER": order == "tokens", "EVEN_K": weight.hidden_size % config.block_k == 0, "HAS_BIAS": bias is not None,
         "FUNCTION": function, "SAVE_PRE": pre is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    results_are_describable = rows_are_describable(pre, weight.halves) and rows_are_describable(act)
-    form = weight_form(weight) if config.tma and results_are_describable else None
     with on_device(x.device):
-        if form is not None:
+        if form is not None and config.tma:
             _sdd_tma_kernel[(min(tiles, num_programs(x.device)),)](
                 x, describe_weight(form, weight, block_n, config.block_k), bias,
                 describe_rows(pre, config.block_m, block_n, weight.halves), describe_rows(act, config.block_m, block_n),
