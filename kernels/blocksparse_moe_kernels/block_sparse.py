@@ -63,10 +63,12 @@ class Columns:
 
     @property
     def are_equal(self) -> bool:
-        return min(self.widths) == self.widest
+        return self.widths.count(self.widths[0]) == len(self.widths)
 
     def times(self, factor: int) -> Columns:
         """Every width multiplied: the 2F columns of a gated pre-activation from the F of its activation."""
+        if self.are_equal:
+            return Columns.equal(factor * self.widths[0], self.num_experts)
         return Columns(tuple(factor * width for width in self.widths))
 
     def offsets(self) -> tuple[int, ...]:

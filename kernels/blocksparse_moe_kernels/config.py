@@ -47,6 +47,15 @@ def architecture_of(device: torch.device) -> int:
     return max((known for known in SHARED_MEMORY_KB if known <= 10 * major + minor), default=min(SHARED_MEMORY_KB))
 
 
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is at least `number`, a positive one."""
+    return 1 << (number - 1).bit_length()
+
+
 def num_programs(device: torch.device) -> int:
     """Programs of a persistent kernel: one for each multiprocessor; few in the interpreter, so that each has several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -78,7 +87,7 @@ def row_product_config(
     """
     block_m, architecture = choose_block_m(num_slots, num_experts), architecture_of(device)
     wide = row_product_tile(block_m, dtype, architecture, tma)
-    few = num_slots * -(-width // wide.block_n) < num_programs(device)
+    few = num_slots * ceil_div(width, wide.block_n) < num_programs(device)
     return row_product_tile(block_m, dtype, architecture, tma, narrow=True) if few else wide
 
 

@@ -246,4 +246,5 @@ class ColumnTables:
 
 def on_device(device: torch.device) -> AbstractContextManager:
     """Launch on the device of the tensors, whichever is current."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+    return torch.cuda.device(device) if elsewhere else nullcontext()

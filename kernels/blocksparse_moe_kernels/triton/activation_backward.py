@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..block_sparse import BlockSparse
+from ..config import next_power_of_2
 from ..launch import ColumnTables, on_device
 from .activation_functions import function_value_and_derivative
 from .tiles import value_rows
@@ -108,7 +109,7 @@ def activation_backward(
                 grad.values, pre.values, flat, bias_dot, grad_pre, grad_weights,
                 topology.slots, topology.offsets, tables.column_offsets, tables.block_offsets,
                 0 if flat is None else flat.stride(0), topology.num_experts, columns.widest,
-                BLOCK_N=min(1024, triton.next_power_of_2(columns.widest)),
+                BLOCK_N=min(1024, next_power_of_2(columns.widest)),
                 LOG_EXPERTS=topology.num_experts.bit_length(), HALVES=activation.halves, VARIED=tables.varied,
                 FUNCTION=activation.function, HAS_WEIGHTS=weights is not None, HAS_BIAS=bias_dot is not None,
             )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_sparse import BlockSparse
-from ..config import choose_block_m
+from ..config import ceil_div, choose_block_m, next_power_of_2
 from ..launch import ColumnTables, on_device, value_strides
 from ..topology import Topology
 from .tiles import value_rows, weight_block
@@ -95,9 +95,9 @@ def _expert_sum(x, strides, topology, tables, widest, shape, weights, gather=Fal
     out = x.new_empty(shape)
     if weights is not None:
         weights = weights.reshape(-1)
-    block_n = min(128, triton.next_power_of_2(widest))
+    block_n = min(128, next_power_of_2(widest))
     with on_device(x.device):
-        _expert_sum_kernel[(triton.cdiv(widest, block_n), topology.num_experts)](
+        _expert_sum_kernel[(ceil_div(widest, block_n), topology.num_experts)](
             x, weights, out, topology.tokens, topology.slots, topology.offsets, tables.column_offsets, tables.block_offsets,
             *strides, 0 if weights is None else weights.stride(0), widest,
             BLOCK_M=32, BLOCK_N=block_n, VARIED=tables.varied, GATHER=gather, HAS_WEIGHTS=weights is not None,

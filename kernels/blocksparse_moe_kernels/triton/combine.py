@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..config import ceil_div, next_power_of_2
 from ..launch import check_combine, on_device
 from ..topology import Topology
 
@@ -64,9 +65,9 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Ten
     if weights is not None:
         weights = weights.reshape(-1)
     pairs = topology.token_offsets is not None
-    block_h = min(1024, triton.next_power_of_2(y.shape[1]))
+    block_h = min(1024, next_power_of_2(y.shape[1]))
     with on_device(y.device):
-        _combine_kernel[(topology.num_tokens, triton.cdiv(y.shape[1], block_h))](
+        _combine_kernel[(topology.num_tokens, ceil_div(y.shape[1], block_h))](
             y, weights, out, topology.rows, topology.token_slots, topology.token_offsets,
             *y.stride(), 0 if weights is None else weights.stride(0), y.shape[1], topology.slots_per_token,
             BLOCK_H=block_h, HAS_WEIGHTS=weights is not None, PAIRS=pairs,

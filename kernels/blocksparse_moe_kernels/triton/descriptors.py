@@ -16,7 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..launch import StackedWeight
 
-_ALIGNMENT = 16
 _HOST_END = 2**30
 _END = tl.constexpr(_HOST_END)
 _UNBOUNDED = 2**31 - 2**16
@@ -25,15 +24,13 @@ _UNBOUNDED = 2**31 - 2**16
 def describable(tensor: Tensor) -> bool:
     """Whether the TMA kernels can read `tensor`: 16-bit elements, the last axis dense, its start and other strides multiples
     of 16 bytes."""
-    size = tensor.element_size()
-    addresses = (tensor.data_ptr(), *(stride * size for stride in tensor.stride()[:-1]))
+    *strides, last = tensor.stride()
     return (
-        size == 2
-        and tensor.numel() > 0
-        and tensor.stride(-1) == 1
-        and all(address >= 0 and address % _ALIGNMENT == 0 for address in addresses)
-        and all(0 < stride < 2**33 for stride in tensor.stride())
-        and max(tensor.shape) < _HOST_END
+        tensor.element_size() == 2
+        and last == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(0 < stride < 2**33 and stride % 8 == 0 for stride in strides)
+        and 0 < min(tensor.shape) <= max(tensor.shape) < _HOST_END
     )
 
 
@@ -58,7 +55,7 @@ def describe_weight(form: Tensor, weight: StackedWeight, block_n: int, block_h: 
 
 def rows_are_describable(values: Tensor | None, halves: int = 1) -> bool:
     """Whether `describe_rows` can: values [M, halves * N], or None for a result that is not wanted."""
-    return values is None or (values.ndim == 2 and describable(values.unflatten(1, (halves, -1))))
+    return values is None or (values.ndim == 2 and values.shape[1] % (8 * halves) == 0 and describable(values))
 
 
 def describe_rows(values: Tensor | None, block_m: int, block_n: int, halves: int = 1) -> TensorDescriptor | None:

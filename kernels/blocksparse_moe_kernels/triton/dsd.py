@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_sparse import BlockSparse
-from ..config import GemmConfig, num_programs, row_product_config
+from ..config import GemmConfig, ceil_div, num_programs, row_product_config
 from ..launch import (
     ColumnTables,
     check_device,
@@ -165,7 +165,7 @@ def dsd(
         topology.num_slots, topology.num_experts, hidden_size, w.dtype, w.device, tma=form is not None
     )
     schedule = topology.schedule(config.block_m)
-    tiles = schedule.capacity * triton.cdiv(hidden_size, config.block_n)
+    tiles = schedule.capacity * ceil_div(hidden_size, config.block_n)
     bias_strides = (0, 0) if bias is None else bias.stride()
     flags = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,

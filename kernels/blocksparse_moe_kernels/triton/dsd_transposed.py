@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..block_sparse import BlockSparse, new_weight
-from ..config import GemmConfig, column_product_config, num_programs
+from ..config import GemmConfig, ceil_div, column_product_config, num_programs
 from ..launch import (
     ColumnTables,
     check_dense,
@@ -171,7 +171,7 @@ def dsd_transposed(
     config = config or column_product_config(
         topology.num_slots, topology.num_experts, x.dtype, x.device, tma=form is not None
     )
-    tiles = weight.halves * triton.cdiv(columns, config.block_m) * triton.cdiv(hidden_size, config.block_n)
+    tiles = weight.halves * ceil_div(columns, config.block_m) * ceil_div(hidden_size, config.block_n)
     flags = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
         "GATHER": order == "tokens", "num_warps": config.num_warps, "num_stages": config.num_stages,

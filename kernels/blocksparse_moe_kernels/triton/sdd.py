@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..block_sparse import BlockSparse, Columns, values_shape
-from ..config import GemmConfig, num_programs, row_product_config
+from ..config import GemmConfig, ceil_div, num_programs, row_product_config
 from ..launch import (
     ColumnTables,
     StackedWeight,
@@ -254,7 +254,7 @@ def _launch(
     block_n = max(16, config.block_n // weight.halves)
     schedule = topology.schedule(config.block_m)
     columns = weight.columns.widest
-    tiles = schedule.capacity * triton.cdiv(columns, block_n)
+    tiles = schedule.capacity * ceil_div(columns, block_n)
     flags = {
         "BLOCK_M": config.block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP": 8, "HALVES": weight.halves,
         "GATHER": order == "tokens", "EVEN_K": weight.hidden_size % config.block_k == 0, "HAS_BIAS": bias is not None,

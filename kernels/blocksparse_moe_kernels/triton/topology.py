@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..config import ceil_div, next_power_of_2
 from ..launch import on_device
 from ..sort_op import tile_capacity
 
@@ -113,10 +114,10 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
 
     tokens, slots, rows, offsets = new(num_slots), new(num_slots), new(num_slots), new(num_experts + 1)
     tiles, num_tiles, tile_ends = new(3, capacity), new(), new(num_experts)
-    experts = max(16, triton.next_power_of_2(num_experts))
+    experts = max(16, next_power_of_2(num_experts))
     step = max(16, min(64, 8192 // experts))
     block = max(step, 128 if num_slots < 16384 else 512)
-    num_blocks = triton.cdiv(num_slots, block)
+    num_blocks = ceil_div(num_slots, block)
     before = new(num_blocks, num_experts)
     flat = ids.reshape(-1).contiguous()
     with on_device(ids.device):
@@ -130,7 +131,7 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
             _place_kernel[(num_blocks,)](
                 flat, before, offsets, tile_ends, tokens, slots, rows, tiles,
                 num_slots, num_experts, top_k, capacity, block_m,
-                BLOCK=block, STEP=step, EXPERTS=experts, TILES=triton.next_power_of_2(triton.cdiv(capacity, num_blocks)),
+                BLOCK=block, STEP=step, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)),
                 num_warps=8,
             )  # fmt: skip
     return tokens, slots, rows, offsets, tiles, num_tiles

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..config import num_programs
+from ..config import ceil_div, num_programs
 from ..launch import on_device
 
 
@@ -22,7 +22,7 @@ def zero_tail(values: Tensor, start: Tensor, scale: int = 1) -> Tensor:
     """Write zeros into contiguous `values` from element `start * scale` on, start a 0-dim device tensor. Returns `values`."""
     block = 4096
     if values.numel():
-        blocks = triton.cdiv(values.numel(), block)
+        blocks = ceil_div(values.numel(), block)
         with on_device(values.device):
             _zero_tail_kernel[(min(blocks, num_programs(values.device)),)](values, start, values.numel(), scale, BLOCK=block)
     return values
