@@ -129,6 +129,7 @@ def expert_mlp(
     up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
     columns: Columns | None = None,
+    recompute: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """All expert MLPs: sdd, activation, dsd, combine. Exact: no capacity, no dropped token, no padding.
@@ -144,6 +145,7 @@ def expert_mlp(
         up_proj_bias: [E, 2F] or [E, F], or as [E, 2, F]; down_proj_bias: [E, H], added before the routing weight.
         columns: F_e of each expert. Then the weights are flat, expert after expert: up_proj [sum 2F_e, H] (or
             [sum F_e, H]), down_proj [sum F_e, H] (down, transposed), up_proj_bias [sum 2F_e].
+        recompute: keep only the inputs for the backward pass, which then computes the pre-activation [M, 2F] once more.
         backend: "auto", "triton" or "torch".
     Returns:
         [T, H] in the dtype of x, or autocast's. Gradients of x, both weights, biases and routing weights, each in the dtype
@@ -175,7 +177,7 @@ def expert_mlp(
     arguments = (*flatten(topology, chosen), widths, activation, chosen)
     inputs = (x, up_proj, up_proj_bias, down_proj, down_proj_bias, routing_weights)
     ops = torch.ops.blocksparse_moe
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+    if not recompute and torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         pre, hidden = ops.expert_up(x, up_proj, up_proj_bias, *arguments)
         y = ops.expert_down(pre, hidden, down_proj, down_proj_bias, routing_weights, *arguments)
     else:

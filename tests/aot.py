@@ -54,13 +54,14 @@ class Launch:
 
     def source(self) -> tuple[ASTSource, dict[str, object]]:
         """What `triton.compile` takes, and the options. Specialised as a launch is: one and None are constants, and integers
-        and addresses that 16 divides say so."""
+        and addresses that 16 divides say so, unless the kernel forbids it."""
         names = self.kernel.arg_names
         values = dict(zip(names, self.args, strict=False)) | self.kwargs
         signature, constants, hints = {}, {}, {}
         for index, (name, parameter) in enumerate(zip(names, self.kernel.params, strict=True)):
             value = values.pop(name)
-            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            specialised = not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialised):
                 signature[name], constants[name] = "constexpr", value
                 continue
             if isinstance(value, Tensor):
@@ -74,7 +75,7 @@ class Launch:
                 raise TypeError(
                     f"{self.kernel.__name__}: {name}={value!r} is neither a tensor nor an integer; say here how Triton types it"
                 )
-            if number % 16 == 0:
+            if number % 16 == 0 and specialised:
                 hints[(index,)] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature, constants, hints), values
 

@@ -311,14 +311,13 @@ def test_opcheck_expert_down(backend, kind, columns, activation, bias, weighted)
 @pytest.mark.parametrize(("activation", "bias", "weighted"), [("geglu", True, True), ("relu", False, False)])
 def test_opcheck_expert_mlp(backend, kind, columns, activation, bias, weighted):
     a = Arguments(kind, columns, backend, activation)
-    optional = lambda wanted, make: make().detach() if wanted else None  # noqa: E731
     check(
         "expert_mlp",
-        a.tokens().detach(),
-        a.up().detach(),
-        optional(bias, a.up_bias),
-        a.weight().detach(),
-        optional(bias, a.down_bias),
-        optional(weighted, a.routing_weights),
+        a.tokens(),
+        a.up(),
+        a.up_bias() if bias else None,
+        a.weight(),
+        a.down_bias() if bias else None,
+        a.routing_weights() if weighted else None,
         *a.experts,
     )

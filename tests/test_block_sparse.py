@@ -49,6 +49,12 @@ def test_columns_that_are_none(widths):
         Columns(widths)
 
 
+@pytest.mark.parametrize("widths", [[2.9], "64", 5], ids=str)
+def test_columns_that_are_no_integers(widths):
+    with pytest.raises(TypeError, match=r"Columns\.of: the columns of each expert must be integers; got"):
+        Columns.of(widths)
+
+
 @pytest.mark.parametrize("columns", [Columns.equal(3, 4), Columns.of([3, 1, 5]), Columns.equal(2, 1)])
 def test_column_offsets(columns):
     offsets = column_offsets(columns, DEVICE)

@@ -233,3 +233,36 @@ def test_unknown_names_are_refused():
         expert_mlp(x, topology, up, down, activation="swish")
     with pytest.raises(ValueError, match="choose"):
         expert_mlp(x, topology, up, down, backend="cuda")
+
+
+@each_backend_slowly
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("up_proj", "x"), ("down_proj", "routing_weights", "down_proj_bias")], ids=str)
+def test_recomputation_changes_nothing_but_memory(backend, unequal, frozen):
+    topology = Topology.from_ids(torch.tensor([[0, 2], [2, -1], [0, 0], [3, 2], [2, 0]], device=DEVICE), 4)
+    widths, H = ([5, 3, 8, 2] if unequal else [6, 6, 6, 6]), 7
+    shapes = {
+        "x": (5, H),
+        "up_proj": (2 * sum(widths), H) if unequal else (4, 12, H),
+        "down_proj": (sum(widths), H) if unequal else (4, H, 6),
+        "routing_weights": (5, 2),
+        "up_proj_bias": (2 * sum(widths),) if unequal else (4, 12),
+        "down_proj_bias": (4, H),
+    }
+    leaves = {name: leaf(randn(*shape), torch.float32).requires_grad_(name not in frozen) for name, shape in shapes.items()}
+    wanted = [tensor for tensor in leaves.values() if tensor.requires_grad]
+    columns, grad = Columns.of(widths) if unequal else None, randn(5, H).float()
+    kept: dict[bool, set[int]] = {False: set(), True: set()}
+
+    def run(recompute):
+        def pack(tensor):
+            kept[recompute].add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = expert_mlp(topology=topology, columns=columns, recompute=recompute, backend=backend, **leaves)
+        return y, *torch.autograd.grad(y, wanted, grad)
+
+    for found, expected in zip(run(recompute=True), run(recompute=False), strict=True):
+        assert torch.equal(found, expected)
+    assert len(kept[True]) == len(kept[False]) - 1, "the pre-activation is not kept"

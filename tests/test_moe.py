@@ -819,6 +819,19 @@ def test_no_host_synchronisation(config):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@each_backend_slowly
+@pytest.mark.parametrize("config", [SMALL, UNEQUAL], ids=["equal", "unequal"])
+def test_recomputation(config, backend):
+    layer = build(config, backend)
+    again = build(replace(config, recompute=True), backend)
+    again.load_state_dict(layer.state_dict())
+    x = torch.randn(7, 8, device=DEVICE)
+    assert_equal(run(again, x), run(layer, x))
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    expected = {name if name in "xy" else f"_orig_mod.{name}": value for name, value in run(layer, x).items()}
+    assert_close(run(compiled, x), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.case("K1")
 def test_cuda_graph():

@@ -25,6 +25,7 @@ class ExpertSpec:
         bias: whether both projections have biases.
         dtype: dtype of the computation.
         device: where the weights are.
+        recompute: whether training keeps only the inputs, and computes the pre-activation once more.
     """
 
     columns: Columns
@@ -33,6 +34,7 @@ class ExpertSpec:
     bias: bool
     dtype: torch.dtype
     device: torch.device
+    recompute: bool = False
 
 
 @dataclass(frozen=True)

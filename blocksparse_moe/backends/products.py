@@ -37,5 +37,6 @@ class ProductBackend:
             up_proj_bias=weights.up_proj_bias,
             down_proj_bias=weights.down_proj_bias,
             columns=None if spec.columns.are_equal else spec.columns,
+            recompute=spec.recompute,
             backend=self.name,
         )

@@ -6,6 +6,8 @@
 With dA' = sdd(dy, w_down) unscaled: dp = <dA', a>, dA = p dA', dw_down = dsd((p a).T, dy), a recomputed from pre; the form of
 dp is SonicMoE's, arXiv:2512.14080. Autograd frees pre when `down` returns, before dx and dw_up are made.
 
+`expert_mlp` is both as one node that saves its inputs only: for inference, and for training with recomputation.
+
 Kernels read no row that was dropped. Such rows of pre, a and the gradient of pre are zeroed for those who read whole tensors:
 anomaly detection and opcheck.
 """
@@ -77,9 +79,10 @@ def _expert_up_grads_run(grad_pre, x, w, bias, wanted, *arguments) -> tuple[Tens
     topology, columns, activation, kernels = _experts(w, arguments)
     s = BlockSparse(grad_pre, topology, columns.times(activation.halves))
     want_x, want_w, want_bias = wanted
+    # First, so that its rows are freed before the gradient of the weight is made.
+    grad_x = kernels.combine(kernels.dsd(s, w), topology) if want_x else x.new_empty(0)
     grad_w = kernels.dsd_transposed(s, x, order="tokens", like=w) if want_w else x.new_empty(0)
     grad_bias = kernels.expert_sum(s).view(bias.shape) if want_bias else x.new_empty(0)
-    grad_x = kernels.combine(kernels.dsd(s, w), topology) if want_x else x.new_empty(0)
     return grad_x, grad_w, grad_bias
 
 
@@ -166,6 +169,31 @@ def _expert_mlp_fake(x, up, up_bias, down, down_bias, routing_weights, *argument
     return x.new_empty(unflatten(arguments[:NUM_TOPOLOGY]).num_tokens, down.shape[-1])
 
 
+def _expert_mlp_setup(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    x, up, up_bias, down, down_bias, routing_weights, *topology, widths, activation, backend = inputs
+    save(ctx, (x, up, up_bias, down, down_bias, routing_weights), topology)
+    ctx.rest = (widths, activation, backend)
+
+
+def _expert_mlp_backward(ctx, grad):
+    """The backward passes of both nodes, with the pre-activation computed again."""
+    grads: tuple[Tensor | None, ...] = no_gradients(6)
+    if grad is not None:
+        (x, up, up_bias, down, down_bias, routing_weights), topology = saved(ctx)
+        arguments = (*topology, *ctx.rest)
+        wanted = list(ctx.needs_input_grad[:6])
+        wants_up, wants_down = wanted[:3], [any(wanted[:3]), *wanted[3:]]
+        pre = _expert_up(x, up, up_bias, *arguments)[0]
+        grad_pre, *of_down = _expert_down_grads(grad, pre, down, down_bias, routing_weights, wants_down, *arguments)
+        del pre
+        of_up = no_gradients(3)
+        if any(wants_up):
+            of_up = _expert_up_grads(grad_pre, x, up, up_bias, wants_up, *arguments)
+        grads = tuple(grad if want else None for grad, want in zip((*of_up, *of_down), wanted, strict=True))
+    return *grads, *no_gradients(NUM_TOPOLOGY + 3)
+
+
 def _no_second_order(ctx, *grads):
     raise NotImplementedError(
         "expert_mlp: second-order gradients are not implemented. Build the layer from sdd, dsd and combine, which have "
@@ -212,3 +240,4 @@ _expert_mlp = define(
     _expert_mlp_run,
     _expert_mlp_fake,
 )
+differentiate("expert_mlp", _expert_mlp_backward, _expert_mlp_setup)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +46,10 @@ class Columns:
 
     @classmethod
     def of(cls, widths: Sequence[int]) -> Columns:
-        return cls(tuple(int(width) for width in widths))
+        try:
+            return cls(tuple(map(index, widths)))
+        except TypeError:
+            raise TypeError(f"Columns.of: the columns of each expert must be integers; got {widths!r}.") from None
 
     @property
     def num_experts(self) -> int:

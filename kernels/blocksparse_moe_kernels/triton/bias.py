@@ -51,7 +51,7 @@ def _expert_sum_kernel(
     tl.store(Out + out_offset + offs_n, tl.sum(acc, 0).to(Out.dtype.element_ty), mask=mask_n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _bias_dot_kernel(
     X, Bias, Out, Tokens, Tiles,                           # [T, H], [E, H], [M], [M], [3, tiles]
     stride_xt, stride_xh, stride_be, stride_bh, num_tiles, H,

@@ -40,7 +40,7 @@ from .dsd_transposed import dsd_transposed
 from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _dsd_kernel(
     S, W, Bias, Y,                                         # [M, HALVES * N], [E, HALVES, N, H], [E, H], [M, H]
     Tiles, Offsets, ColumnOffsets, BlockOffsets,           # [3, tiles], [E + 1] each
@@ -93,7 +93,7 @@ def _dsd_kernel(
     tl.store(y_ptrs, acc.to(Y.dtype.element_ty), mask=mask_m[:, None] & (offs_n < H - first_column)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _dsd_tma_kernel(
     S, W, Bias, Y,                                         # descriptors of [M, 1, N], of the weight and of [M, 1, H]; [E, H]
     Tiles, NumTiles,                                       # [3, tiles], []

@@ -32,7 +32,7 @@ from .descriptors import describe_rows, describe_weight, load_weight_tile, rows_
 from .tiles import along, dot, fp32_precision, grouped_order, split_halves, value_rows, weight_block, wrapped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _sdd_kernel(
     X, W, Bias, Pre, Act,                       # [T or M, H], [E, HALVES, N, H], [E, HALVES, N], [M, HALVES * N], [M, N]
     Tokens, Tiles, Offsets, ColumnOffsets, BlockOffsets,   # [M], [3, tiles], [E + 1] each
@@ -110,7 +110,7 @@ def _sdd_kernel(
         tl.store(act_ptrs, hidden.to(Act.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _sdd_tma_kernel(
     X, W, Bias, Pre, Act,                       # [T or M, H], descriptors of the weight, of [M, HALVES, N] and of [M, 1, N]
     Tokens, Tiles, NumTiles,                    # [M], [3, tiles], []

@@ -20,7 +20,7 @@ from ..launch import on_device
 from ..sort_op import tile_capacity
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_experts"])
 def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
@@ -31,7 +31,7 @@ def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPE
     tl.store(Counts + block * num_experts + offs_e, counts, mask=offs_e < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_experts", "block_m"])
 def _scan_kernel(
     Counts, Offsets, TileEnds, NumTiles, num_blocks, num_experts, block_m, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -53,7 +53,7 @@ def _scan_kernel(
     tl.store(NumTiles, tl.max(tile_ends, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
 def _place_kernel(
     Ids, Before, Offsets, TileEnds, Tokens, Slots, Rows, Tiles,
     num_slots, num_experts, top_k, capacity, block_m,

@@ -10,7 +10,7 @@ from ..config import ceil_div, num_programs
 from ..launch import on_device
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "scale"])
 def _zero_tail_kernel(Values, Start, size, scale, BLOCK: tl.constexpr):
     start = tl.load(Start).to(tl.int64) * scale
     for block in range(start // BLOCK + tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
