@@ -36,12 +36,12 @@ NOT_TUNED = [
 """Kernels and layouts that hints could make fast."""
 
 ALLOWED_STACK = {
-    ("_sdd_tma_kernel", GemmConfig(128, 256, 64, 8, 3, tma=True)): (160, 0, "erf of all columns, once a tile"),
-    ("_sdd_tma_kernel", GemmConfig(64, 256, 64, 4, 4, tma=True)): (48, 1, "8 warps spill nothing and are up to 11 % slower"),
-    ("_sdd_tma_kernel", GemmConfig(32, 256, 64, 4, 4, tma=True)): (16, 0, "erf of all columns, once a tile"),
-    ("_sdd_kernel", GemmConfig(128, 256, 64, 8, 3)): (320, 0, "once a tile; 128x128 spills nothing and is 13 to 26 % slower"),
+    ("_sdd_tma_kernel", GemmConfig(128, 256, 64, 8, 3, tma=True)): (160, "erf of all columns, once a tile"),
+    ("_sdd_tma_kernel", GemmConfig(64, 256, 64, 4, 4, tma=True)): (96, "8 warps spill nothing and are up to 11 % slower"),
+    ("_sdd_tma_kernel", GemmConfig(32, 256, 64, 4, 4, tma=True)): (16, "erf of all columns, once a tile"),
+    ("_sdd_kernel", GemmConfig(128, 256, 64, 8, 3)): (320, "once a tile; 128x128 spills nothing and is 13 to 26 % slower"),
 }
-"""What a configuration of sm_90 may spill, and the measured reason: bytes of stack, and spills in the loop."""
+"""Bytes of spilled registers that a configuration of sm_90 may have outside the loop of its product, and the measured reason."""
 
 STORE_BUFFER = {"_sdd_tma_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2}
 """Bytes of the buffer from which TMA stores, for each element of the tile (sdd stores half a tile at a time). A transposed
@@ -95,10 +95,10 @@ def faults(report: Report) -> list[str]:
     if report.architecture == 90 and store_buffer and report.shared < pipelined + store_buffer:
         found.append("has no buffer of its own for the store: see STORE_BUFFER")
     if report.architecture == 90:
-        allowed, in_loop, reason = ALLOWED_STACK.get((report.kernel, config), (0, 0, "no spill is worth it"))
+        allowed, reason = ALLOWED_STACK.get((report.kernel, config), (0, "no spill is worth it"))
         if report.stack > allowed:
             found.append(f"spills more registers than {allowed} B ({reason})")
-        if (report.loop_spills or 0) > in_loop:
+        if report.loop_spills and report.kernel not in STORE_BUFFER:  # a persistent loop has its epilogue inside
             found.append(f"spills {report.loop_spills} times in the loop")
     return found
 
