@@ -41,7 +41,7 @@ ALLOWED_STACK = {
     ("_sdd_tma_kernel", GemmConfig(32, 256, 64, 4, 4, tma=True)): (16, "erf of all columns, once a tile"),
     ("_sdd_kernel", GemmConfig(128, 256, 64, 8, 3)): (320, "once a tile; 128x128 spills nothing and is 13 to 26 % slower"),
 }
-"""Bytes of spilled registers that a configuration of sm_90 may have outside the loop of its product, and the measured reason."""
+"""Bytes of spilled registers that a configuration of sm_90 may have outside the loop of its product, and why."""
 
 STORE_BUFFER = {"_sdd_tma_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2}
 """Bytes of the buffer from which TMA stores, for each element of the tile (sdd stores half a tile at a time). A transposed
