@@ -28,11 +28,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Layer:
-    """A whole expert MLP, as a function of its own leaves.
+    """A layer, as a function of its own leaves.
 
     Attributes:
-        leaves: x, routing_weights, up_proj, down_proj.
-        forward: routing given, sort and all inside.
+        leaves: x, routing_weights (or the gate that makes them), up_proj, down_proj.
+        forward: their output [T, H], with sort and all inside.
     """
 
     name: str

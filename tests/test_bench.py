@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 from bench import ops, peers
 from bench.__main__ import app
 from bench.check import disagreement
-from bench.inputs import HOTTEST, Case, even_routing, make_case, skewed_routing
+from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
 from bench.ops import OPS, Choice
 from bench.runner import run_task
 from bench.shapes import SHAPES, Shape, parse_shape
 from bench.timing import measure
 from bench.variants import Layer
+from blocksparse_moe_kernels import reference
 
 TINY = Shape("tiny", T=24, H=16, F=20, E=6, K=2)
 ARGUMENTS = ["--shape", "24,16,20,6,2", "--device", "cpu", "--backend", "torch", "--seconds", "0", "--windows", "1"]
@@ -61,6 +62,13 @@ def test_transformers_is_a_peer(case):
     fastest = min(result.ms for result in results.values() if result.kind == "peer")
     ours = results["blocksparse torch"]
     assert ours.over_fastest_peer == pytest.approx(fastest / ours.ms)
+
+
+def test_a_pass_that_overwrites_its_input_finds_it_again(case):
+    (task,) = ops.activation_backward(case, Choice(backends=("torch",)))
+    ours, expected = task.variants[0], task.expected()
+    for _ in range(3):
+        assert disagreement(ours.run(), expected, case.dtype) is None
 
 
 def wrong(case: Case) -> Layer:
@@ -118,6 +126,17 @@ def test_experts_of_a_token_differ(skew):
     ids = make_case(TINY, skew, dtype=torch.float32, device=torch.device("cpu")).expert_ids
     assert ids.shape == (TINY.T, TINY.K) and ids.min() >= 0 and ids.max() < TINY.E
     assert all(len(set(row)) == TINY.K for row in ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skew", [0.0, 1.2])
+def test_the_router_follows_the_drawn_routing(skew, dtype):
+    case = make_case(Shape("", T=64, H=256, F=16, E=128, K=8), skew, dtype=dtype, device=torch.device("cpu"))
+    x, gate = make_router(case)
+    _, _, expert_ids = reference.router(x.double(), gate.double(), case.shape.K, normalize=True)
+    assert torch.equal(expert_ids, case.expert_ids)
+    with pytest.raises(ValueError, match="E <= H"):
+        make_router(replace(case, shape=replace(case.shape, H=64)))
 
 
 def test_balanced_routing_is_even():
