@@ -27,13 +27,15 @@ Skews = Annotated[
     list[float],
     typer.Option("--skew", help="Zipf exponent of the routing, 0: balanced. Repeatable. Default: 1.2 and 0."),
 ]
+Tokens = Annotated[list[int], typer.Option("--tokens", min=1, help="Replaces T of the shapes. Repeatable.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(_DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1 or cpu. Default: the GPU, if there is one.")]
 Backends = Annotated[list[str], typer.Option("--backend", help="triton or torch. Repeatable. Default: all that run here.")]
 Peers = Annotated[list[str], typer.Option("--peer", help=f"{', '.join(PEERS)}, or none. Repeatable. Default: all.")]
-Stages = Annotated[list[str], typer.Option("--stage", help=f"Of expert_mlp: {', '.join(STAGES)}. Repeatable. Default: all.")]
+Stages = Annotated[list[str], typer.Option("--stage", help=f"Of the layer: {', '.join(STAGES)}. Repeatable. Default: all.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Length of a variant's window, for one stage.")]
 Windows = Annotated[int, typer.Option("--windows", min=1, help="Windows of each variant.")]
+Graph = Annotated[bool, typer.Option("--graph", help="Time CUDA graphs of inference and of the parts.")]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the results to this file.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")]
 
@@ -67,6 +69,7 @@ def quick(
 def _command(op: str) -> Callable[..., None]:
     def command(
         shape: Shapes = [],  # noqa: B006 - typer copies it
+        tokens: Tokens = [],  # noqa: B006
         skew: Skews = [],  # noqa: B006
         dtype: Dtype = "",
         device: Device = "",
@@ -75,18 +78,25 @@ def _command(op: str) -> Callable[..., None]:
         stage: Stages = [],  # noqa: B006
         seconds: Seconds = 1.0,
         windows: Windows = 3,
+        graph: Graph = False,
         csv: Csv = None,
         threads: Threads = None,
     ) -> None:
         on = _device(device)
         shapes = _shapes(shape or ["qwen3-30b-a3b" if on.type == "cuda" else "cpu-16"])
+        if tokens:
+            shapes = [one.with_tokens(T) for one in shapes for T in tokens]
+        stages = _known("--stage", stage, STAGES)
+        if graph:
+            _check_graph(on, stages)
+            stages = ("inference",)
         choice = Choice(
-            stages=_known("--stage", stage, STAGES) or STAGES,
+            stages=stages or STAGES,
             backends=_known("--backend", backend, ("triton", "torch")) or None,
             peers=() if peer == ["none"] else _known("--peer", peer, tuple(PEERS)) or tuple(PEERS),
         )
         lineups = [(op, one, law) for one in shapes for law in _skews(skew) or (_SKEW, 0.0)]
-        _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv), threads)
+        _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv, graph), threads)
 
     return command
 
@@ -141,6 +151,13 @@ def _device(name: str) -> torch.device:
     if device is None or device.type not in ("cuda", "cpu"):
         _refuse(f"--device: expected cuda, cuda:N or cpu; got {name!r}.")
     return device
+
+
+def _check_graph(device: torch.device, stages: tuple[str, ...]) -> None:
+    if device.type != "cuda":
+        _refuse(f"--graph: a CUDA graph needs a CUDA device; this run is on {device.type}. Leave --graph out.")
+    if others := [stage for stage in stages if stage != "inference"]:
+        _refuse(f"--graph: of the layer only inference is captured, not {', '.join(others)}. Leave --stage out.")
 
 
 def _known(option: str, names: list[str], known: tuple[str, ...]) -> tuple[str, ...]:

@@ -46,14 +46,14 @@ class Choice:
 
 
 def expert_mlp(case: Case, choice: Choice) -> list[Task]:
-    """The experts through autograd, routing given and its topology inside; the roof is their dense GEMMs, one by one."""
+    """The experts through autograd, routing given and its topology inside; roofs: their dense GEMMs, reading the weights."""
     peers, left_out = build_peers(case, choice.peers)
     layers = [_our_layer(case, backend) for backend in choice.backends_for(case)] + peers
     return _layer_tasks("expert_mlp", case, choice, layers, partial(_expected_layer, case), left_out)
 
 
 def dMoE(case: Case, choice: Choice) -> list[Task]:
-    """The whole layer through autograd, router inside; the roof is the dense GEMMs of its experts, one by one."""
+    """The whole layer through autograd, router inside; the roofs are those of expert_mlp."""
     x, gate = make_router(case)
     layers = [_our_module(case, x, gate, backend) for backend in choice.backends_for(case)]
     return _layer_tasks("dMoE", case, choice, layers, partial(_expected_module, case, x, gate), {})
@@ -73,9 +73,10 @@ def _layer_tasks(
         Task(
             op=op,
             stage=stage,
-            variants=(*(_stage_of(layer, stage, case.grad) for layer in layers), _dense_layer(case, stage)),
+            variants=(*(_stage_of(layer, stage, case.grad) for layer in layers), *_layer_roofs(case, stage)),
             expected=expected if stage == "forward+backward" else lambda: expected()[:1],
             flops=case.shape.forward_flops * (3 if stage == "forward+backward" else 1),
+            bytes=_weight_bytes(case) if stage == "inference" else 0,
             left_out=left_out,
         )
         for stage in choice.stages
@@ -142,6 +143,17 @@ def _expected_module(case: Case, x: Tensor, gate: Tensor, with_gradients: bool) 
 
 def _with_gradients(y: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))
+
+
+def _layer_roofs(case: Case, stage: str) -> list[Variant]:
+    """What no layer passes: its dense GEMMs and, in inference, where few tokens may leave little else, reading the weights."""
+    dense = _dense_layer(case, stage)
+    return [dense, _copy(case, _weight_bytes(case), name="weights read")] if stage == "inference" else [dense]
+
+
+def _weight_bytes(case: Case) -> int:
+    """Of the experts that some token chose."""
+    return case.expert_ids.unique().numel() * (case.up_proj[0].nbytes + case.down_proj[0].nbytes)
 
 
 def _dense_layer(case: Case, stage: str) -> Variant:
@@ -357,11 +369,11 @@ def _flops(case: Case, halves: int) -> int:
     return 2 * halves * case.shape.M * case.shape.H * case.shape.F
 
 
-def _copy(case: Case, moved: int) -> Variant:
+def _copy(case: Case, moved: int, name: str = "copy") -> Variant:
     """Reads half of `moved` bytes and writes the other half."""
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=case.device)
     target = torch.empty_like(source)
-    return Variant("copy", "roof", lambda: (target.copy_(source),))
+    return Variant(name, "roof", lambda: (target.copy_(source),))
 
 
 def _normal(case: Case, *size: int) -> Tensor:

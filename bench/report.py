@@ -26,10 +26,12 @@ class Result:
         check: "ok", "FAILED: " and why, or "roof", which has nothing to check.
         ms: median of one call; spread: half the distance of its quartiles, relative.
         tflops: useful work over time; gb_per_s: bytes that must move over time.
-        share_of_roof: time of the roof in the same run over this one's.
+        share_of_roof: time of the roof in the same run over this one's. Of several roofs the slowest is meant, which binds;
+            None for the others.
         over_fastest_peer: time of the fastest peer in the same run over this one's; more than 1 is faster than all peers.
         peak_extra_gb: memory beyond the inputs, results included (1 GB is 1e9 bytes).
         launches: kernels of one call.
+        mode: "eager", or "CUDA graph" for replays of one.
         dtype, device, versions, date: where and when.
     """
 
@@ -53,6 +55,7 @@ class Result:
     over_fastest_peer: float | None
     peak_extra_gb: float | None
     launches: int | None
+    mode: str
     dtype: str
     device: str
     versions: str
@@ -87,7 +90,8 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
     first = results[0]
     sizes = f"T={first.T} H={first.H} F={first.F} E={first.E} K={first.K}"
     shape = sizes if "," in first.shape else f"{first.shape} ({sizes})"
-    table = Table(title=f"{first.op} · {shape} · {first.routing} · {first.dtype}", title_justify="left")
+    title = [first.op, shape, first.routing, first.dtype, *([first.mode] if first.mode != "eager" else [])]
+    table = Table(title=" · ".join(title), title_justify="left")
     figures = [column for column in _COLUMNS if any(column.value(result) is not None for result in results)]
     table.add_column("stage", no_wrap=True)
     table.add_column("variant", no_wrap=True)

@@ -17,7 +17,8 @@ class Variant:
 
     Attributes:
         name: for people.
-        kind: "ours" and "peer" are checked; a "roof" is what the hardware gives for the same work without the sparsity.
+        kind: "ours" and "peer" are checked; a "roof" is what the hardware needs for a part of the work that nobody can spare:
+            the products as dense ones, or the bytes. Of several roofs the slowest binds.
         run: does the work once and returns its results, in the order of the task's `expected`.
     """
 

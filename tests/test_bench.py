@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import ops, peers
+from bench import ops, peers, runner
 from bench.__main__ import app
 from bench.check import disagreement
 from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
@@ -48,9 +48,56 @@ def test_prints_a_table_and_writes_csv(op, tmp_path):
     assert {line["routing"] for line in lines} == {"zipf 1.2", "balanced"}
     assert all(float(line["ms"]) > 0 and line["check"] in ("ok", "roof") for line in lines)
     for line in lines:
-        if line["kind"] == "roof":
-            assert float(line["share_of_roof"]) == pytest.approx(1)
+        assert line["mode"] == "eager"
+        assert line["share_of_roof"] or line["kind"] == "roof"
         assert float(line["tflops"] or line["gb_per_s"]) > 0
+
+
+def test_the_slowest_roof_binds(case):
+    tasks = ops.expert_mlp(case, Choice(stages=("inference", "forward"), backends=("torch",), peers=()))
+    names = {task.stage: [variant.name for variant in task.variants if variant.kind == "roof"] for task in tasks}
+    assert names == {"inference": ["dense matmuls", "weights read"], "forward": ["dense matmuls"]}
+    results = {result.variant: result for result in run_task(tasks[0], case, seconds=0, windows=1)}
+    roofs = sorted((results[name] for name in names["inference"]), key=lambda result: result.ms)
+    assert [roof.share_of_roof for roof in roofs] == [None, pytest.approx(1)]
+    ours = results["blocksparse torch"]
+    assert ours.share_of_roof == pytest.approx(roofs[1].ms / ours.ms)
+
+
+def test_only_experts_that_are_hit_are_read():
+    case = make_case(replace(TINY, T=1), 0.0, dtype=torch.float32, device=torch.device("cpu"))
+    assert ops._weight_bytes(case) == TINY.K * 3 * TINY.H * TINY.F * 4
+
+
+def test_tokens_replace_those_of_the_shape(tmp_path):
+    path = tmp_path / "results.csv"
+    arguments = ("--shape", "cpu-16", "--device", "cpu", "--seconds", "0", "--windows", "1", "--skew", "0")
+    result = bench("topology", *arguments, "--tokens", "3", "--tokens", "5", "--csv", str(path))
+    assert result.exit_code == 0, result.output
+    with path.open(newline="") as file:
+        shapes = [(line["shape"], line["T"]) for line in csv.DictReader(file)]
+    assert shapes == [("cpu-16 T=3", "3")] * 2 + [("cpu-16 T=5", "5")] * 2
+    assert parse_shape("7,8,9,4,2").with_tokens(3) == parse_shape("3,8,9,4,2")
+
+
+def test_graphs_are_checked_and_timed(monkeypatch, case):
+    replays: list[str] = []
+
+    def captured(work, device):
+        return lambda: replays.append("replay") or work()
+
+    monkeypatch.setattr(runner, "captured", captured)
+    (task,) = ops.topology(case, Choice())
+    results = runner.run_task(task, case, seconds=0, windows=1, graph=True)
+    assert replays and all(result.mode == "CUDA graph" for result in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["expert_mlp", "combine"])
+def test_a_cuda_graph_is_measured(op):
+    result = bench(op, "--shape", "64,128,64,8,2", "--graph", "--peer", "none", "--seconds", "0", "--windows", "1")
+    assert result.exit_code == 0, result.output
+    assert "CUDA graph" in result.output
 
 
 def test_transformers_is_a_peer(case):
@@ -180,6 +227,8 @@ def test_a_bad_shape_is_one_line(text):
         ("--peer", "nobody"),
         ("--stage", "sideways"),
         ("--skew", "-1"),
+        ("--tokens", "0"),
+        ("--graph",),
         ("--csv", "/nowhere/at/all.csv"),
     ],
 )
