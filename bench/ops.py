@@ -119,8 +119,11 @@ def _stage_of(layer: Layer, stage: str, grad: Tensor) -> Variant:
     def forward_backward() -> tuple[Tensor, ...]:
         return _with_gradients(layer.forward(), layer.leaves, grad)
 
+    def comparable(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return *results[:1], *(layer.gradients(results[1:]) if len(results) > 1 else ())
+
     runs = {"forward": forward, "inference": torch.no_grad()(forward), "forward+backward": forward_backward}
-    return Variant(layer.name, layer.kind, runs[stage])
+    return Variant(layer.name, layer.kind, runs[stage], comparable)
 
 
 def _expected_layer(case: Case, with_gradients: bool) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from .ops import OPS, Choice
 from .report import CsvFile, Result, print_table
 from .shapes import Shape
 from .timing import Timing, captured, count_launches, measure, peak_extra_bytes
-from .variants import Task, Variant
+from .variants import Task, Variant, first_line
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,11 @@ def _check(task: Task, dtype: torch.dtype) -> dict[str, str | None]:
 
 def _fault(variant: Variant, expected: tuple[Tensor, ...], dtype: torch.dtype) -> str | None:
     try:
-        results = variant.run()
-    except RuntimeError as error:  # out of memory, or what a peer cannot do: the others go on
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        results = variant.comparable(variant.run())
+    except Exception as error:  # out of memory, or anything that a peer cannot do: the others go on
+        if variant.kind == "ours" and not isinstance(error, RuntimeError):
+            raise
+        return first_line(error)
     return disagreement(results, expected, dtype)
 
 

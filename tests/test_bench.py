@@ -18,7 +18,7 @@ from bench.runner import run_task
 from bench.shapes import SHAPES, Shape, parse_shape
 from bench.timing import measure
 from bench.variants import Layer
-from blocksparse_moe_kernels import reference
+from blocksparse_moe_kernels import Topology, reference
 
 TINY = Shape("tiny", T=24, H=16, F=20, E=6, K=2)
 ARGUMENTS = ["--shape", "24,16,20,6,2", "--device", "cpu", "--backend", "torch", "--seconds", "0", "--windows", "1"]
@@ -100,6 +100,48 @@ def test_a_cuda_graph_is_measured(op):
     assert "CUDA graph" in result.output
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_mm_is_a_peer(dtype):
+    case = make_case(replace(TINY, F=24), 1.2, dtype=dtype, device=torch.device("cpu"))
+    (task,) = ops.expert_mlp(case, Choice(stages=("forward+backward",), backends=(), peers=("torch grouped_mm",)))
+    assert [result.check for result in run_task(task, case, seconds=0, windows=1)] == ["ok", "roof"]
+    assert "16 bytes" in peers.PEERS["torch grouped_mm"].why_not(replace(case, shape=replace(TINY, H=15)))
+
+
+def test_every_peer_runs_or_says_why_not(case):
+    layers, left_out = peers.build_peers(case, peers.PEERS)
+    assert {layer.name for layer in layers} | set(left_out) == set(peers.PEERS)
+    assert all(left_out.values())
+
+
+def test_a_peer_that_cannot_be_built_is_left_out(monkeypatch, case):
+    def build(case: Case) -> Layer:
+        raise TypeError("unexpected keyword\nand a long story")
+
+    monkeypatch.setitem(peers.PEERS, "planted", peers.Peer(lambda case: None, build))
+    layers, left_out = peers.build_peers(case, ("planted",))
+    assert layers == [] and left_out == {"planted": "cannot be built: TypeError: unexpected keyword"}
+
+
+def test_gradients_of_other_leaves_are_compared_in_our_layout(case):
+    """As of a peer that keeps gate and up apart."""
+    x, weights, up_proj, down_proj = case.leaves()
+    gate, up = (half.detach().clone().requires_grad_() for half in up_proj.chunk(2, dim=1))
+
+    def forward():
+        topology = Topology.from_ids(case.expert_ids, case.shape.E)
+        return reference.expert_mlp(x, topology, torch.cat((gate, up), dim=1), down_proj, weights)
+
+    def gradients(found):
+        return *found[:2], torch.cat(found[2:4], dim=1), found[4]
+
+    layer = Layer("apart", "peer", (x, weights, gate, up, down_proj), forward, gradients)
+    variant = ops._stage_of(layer, "forward+backward", case.grad)
+    expected = ops._expected_layer(case, with_gradients=True)
+    assert len(variant.run()) == 6
+    assert disagreement(variant.comparable(variant.run()), expected, case.dtype) is None
+
+
 def test_transformers_is_a_peer(case):
     pytest.importorskip("transformers")
     (task,) = ops.expert_mlp(case, Choice(stages=("forward+backward",), backends=("torch",)))
@@ -125,12 +167,12 @@ def wrong(case: Case) -> Layer:
 
 def broken(case: Case) -> Layer:
     def forward():
-        raise RuntimeError("no such kernel\nand a long story")
+        raise TypeError("no such kernel\nand a long story")
 
     return Layer("planted", "peer", case.leaves(), forward)
 
 
-@pytest.mark.parametrize(("planted", "reason"), [(wrong, "relative error"), (broken, "RuntimeError: no such kernel")])
+@pytest.mark.parametrize(("planted", "reason"), [(wrong, "relative error"), (broken, "TypeError: no such kernel")])
 def test_a_failed_check_prints_no_figure(monkeypatch, tmp_path, planted, reason):
     monkeypatch.setitem(peers.PEERS, "planted", peers.Peer(lambda case: None, planted))
     path = tmp_path / "results.csv"
