@@ -12,8 +12,10 @@ import torch
 import typer
 from rich.console import Console
 
+from .compare import compare as compare_results
 from .ops import OPS, STAGES, Choice
 from .peers import PEERS
+from .report import Result, read_csv
 from .runner import Plan, run
 from .shapes import SHAPES, Shape, parse_shape
 
@@ -37,6 +39,7 @@ Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Length of a 
 Windows = Annotated[int, typer.Option("--windows", min=1, help="Windows of each variant.")]
 Graph = Annotated[bool, typer.Option("--graph", help="Time CUDA graphs of inference and of the parts.")]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the results to this file.")]
+CsvArgument = Annotated[Path, typer.Argument(metavar="CSV", help="Written by an earlier run with --csv.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")]
 
 
@@ -103,6 +106,43 @@ def _command(op: str) -> Callable[..., None]:
 
 for _name, _op in OPS.items():
     app.command(_name, help=_op.__doc__)(_command(_name))
+
+
+@app.command()
+def plot(
+    csv: CsvArgument, output: Annotated[Path, typer.Option("--output", help="Folder of the pictures.")] = Path("plots")
+) -> None:
+    """Draw a CSV: share of the roof by shape; time over tokens and over skew, where there are several."""
+    try:
+        from .plot import plot as draw
+    except ImportError as missing:
+        _refuse(str(missing))
+    results = _read(csv)
+    try:
+        paths = draw(results, output)
+    except OSError as error:
+        _refuse(f"--output: {output} cannot be written: {error.strerror or error}.")
+    for path in paths:
+        typer.echo(path)
+
+
+@app.command()
+def compare(old: CsvArgument, new: CsvArgument) -> None:
+    """Compare the times of two CSV files; differences up to 4 % count as equal.
+
+    Exit code 1: a variant of ours got slower, or fails its check now.
+    """
+    if compare_results(_read(old), _read(new), _console()):
+        raise typer.Exit(1)
+
+
+def _read(path: Path) -> list[Result]:
+    try:
+        return read_csv(path)
+    except OSError as error:
+        _refuse(f"{path} cannot be read: {error.strerror or error}.")
+    except ValueError as error:
+        _refuse(str(error))
 
 
 def _run(plan: Plan, threads: int | None) -> None:

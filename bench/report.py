@@ -31,8 +31,8 @@ class Result:
         over_fastest_peer: time of the fastest peer in the same run over this one's; more than 1 is faster than all peers.
         peak_extra_gb: memory beyond the inputs, results included (1 GB is 1e9 bytes).
         launches: kernels of one call.
-        mode: "eager", or "CUDA graph" for replays of one.
         dtype, device, versions, date: where and when.
+        mode: "eager", or "CUDA graph" for replays of one. Files from before there were two do not have it.
     """
 
     shape: str
@@ -55,11 +55,11 @@ class Result:
     over_fastest_peer: float | None
     peak_extra_gb: float | None
     launches: int | None
-    mode: str
     dtype: str
     device: str
     versions: str
     date: str
+    mode: str = "eager"
 
     @property
     def failed(self) -> bool:
@@ -83,6 +83,26 @@ class CsvFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def read_csv(path: Path) -> list[Result]:
+    """The results of a file that `CsvFile` wrote; ValueError for any other."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    try:
+        return [
+            Result(**{field.name: _parse(line[field.name], str(field.type)) for field in fields(Result) if field.name in line})
+            for line in lines
+        ]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no table of results by this version of the benchmarks: {error}.") from error
+
+
+def _parse(text: str, kind: str) -> str | int | float | None:
+    """The value of a field that is annotated as `kind`."""
+    if kind.endswith("| None") and text == "":
+        return None
+    return {"str": str, "int": int, "float": float}[kind.removesuffix(" | None")](text)
 
 
 def print_table(console: Console, results: Sequence[Result]) -> None:
@@ -121,7 +141,7 @@ class _Column:
 
     def cell(self, result: Result) -> str:
         value = self.value(result)
-        return "" if value is None else _figure(value * self.scale) + self.suffix
+        return "" if value is None else figure(value * self.scale) + self.suffix
 
 
 @dataclass(frozen=True)
@@ -145,7 +165,7 @@ _COLUMNS = (
 )
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
     """Three digits, never an exponent."""
     if isinstance(value, int) or abs(value) >= 100:
         return f"{value:.0f}"

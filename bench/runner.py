@@ -157,11 +157,11 @@ def _result(
         over_fastest_peer=per_ms(peer_ms),
         peak_extra_gb=None if peak is None else peak / 1e9,
         launches=launches,
-        mode="CUDA graph" if graph else "eager",
         dtype=str(case.dtype).removeprefix("torch."),
         device=device_name(case.device),
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        mode="CUDA graph" if graph else "eager",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bench.__main__ import app
 from bench.check import disagreement
 from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
 from bench.ops import OPS, Choice
+from bench.report import CsvFile, Result, read_csv
 from bench.runner import run_task
 from bench.shapes import SHAPES, Shape, parse_shape
 from bench.timing import measure
@@ -51,6 +53,72 @@ def test_prints_a_table_and_writes_csv(op, tmp_path):
         assert line["mode"] == "eager"
         assert line["share_of_roof"] or line["kind"] == "roof"
         assert float(line["tflops"] or line["gb_per_s"]) > 0
+
+
+@pytest.fixture
+def results(case) -> list[Result]:
+    """Of two shapes, three T, two routings, without running anything that takes time."""
+    (task,) = ops.topology(case, Choice())
+    lines = run_task(task, case, seconds=0, windows=1)
+    more = [replace(line, shape="tiny T=48", T=48, ms=2 * line.ms) for line in lines]
+    return [*lines, *more, *(replace(line, routing="balanced") for line in lines)]
+
+
+def write(path: Path, results: list[Result]) -> str:
+    with CsvFile(path) as file:
+        file.write(results)
+    return str(path)
+
+
+def test_a_csv_is_read_as_it_was_written(results, tmp_path):
+    failed = replace(results[0], check="FAILED: why", ms=None, spread=None)
+    path = tmp_path / "results.csv"
+    write(path, [*results, failed])
+    assert read_csv(path) == [*results, failed]
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header.removesuffix(",mode"), *(line.removesuffix(",eager") for line in lines)]))
+    assert read_csv(path) == [*results, failed], "a file from before there were CUDA graphs"
+
+
+def test_plots_come_from_a_csv(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = bench("plot", write(tmp_path / "results.csv", results), "--output", str(tmp_path / "plots"))
+    assert result.exit_code == 0, result.output
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert [name.split("-")[0] for name in names] == ["roof", "roof", "skew", "tokens"]
+    assert all(name in result.output for name in names)
+
+
+def test_a_comparison_fails_only_where_ours_got_slower(results, tmp_path):
+    old = write(tmp_path / "old.csv", results)
+
+    def new(kind: str, factor: float) -> str:
+        changed = [replace(line, ms=line.ms * factor) if line.kind == kind else line for line in results]
+        return write(tmp_path / "new.csv", changed)
+
+    for kind, factor, code, verdict in (
+        ("ours", 1.03, 0, "≈"),
+        ("ours", 0.9, 0, "faster"),
+        ("ours", 1.05, 1, "slower"),
+        ("roof", 1.05, 0, "slower"),
+    ):
+        result = bench("compare", old, new(kind, factor))
+        assert result.exit_code == code and verdict in result.output, result.output
+    failed = [replace(line, ms=None, check="FAILED: wrong") if line.kind == "ours" else line for line in results]
+    result = bench("compare", old, write(tmp_path / "new.csv", failed))
+    assert result.exit_code == 1 and "FAILED" in result.output
+    result = bench("compare", old, write(tmp_path / "new.csv", results[:2]))
+    assert result.exit_code == 0 and "only in the old file" in result.output
+
+
+@pytest.mark.parametrize("command", [("plot",), ("compare", "old.csv")])
+def test_a_file_that_is_no_table_of_results_is_refused(command, results, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("old.csv"), results)
+    Path("other.csv").write_text("op,shape\nsdd,tiny\n")
+    for name in ("other.csv", "absent.csv"):
+        result = bench(*command, name)
+        assert result.exit_code == 2 and name in result.output and "Traceback" not in result.output
 
 
 def test_the_slowest_roof_binds(case):

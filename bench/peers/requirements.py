@@ -12,11 +12,11 @@ from ..inputs import Case
 
 
 def missing(distribution: str, minimum: str) -> str | None:
-    """Why an installed package does not do; None when it does."""
+    """That a package is not installed, or too old; None when it is there."""
     try:
         require(distribution, minimum, "this peer")
-    except ImportError as error:
-        return str(error)
+    except ImportError:
+        return f"needs {distribution} >= {minimum}"
     return None
 
 
