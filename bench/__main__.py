@@ -45,15 +45,16 @@ Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads o
 
 @app.callback(invoke_without_command=True)
 def quick(
-    context: typer.Context, seconds: Seconds = 0.5, windows: Windows = 3, csv: Csv = None, threads: Threads = None
+    context: typer.Context, seconds: Seconds = 0.3, windows: Windows = 3, csv: Csv = None, threads: Threads = None
 ) -> None:
     """Microbenchmarks of the layer and its parts, beside other implementations of the same work.
 
     Every variant is checked against a reference first; one that fails prints no figure. Then windows of sustained work take
     turns, and times are medians (± half the distance of the quartiles).
 
-    The roof is the dense product of the same FLOPs, or a copy of the same bytes, timed in the same run. "× peer" is the time
-    of the fastest peer over that of the line: more than 1 is faster; differences under 4 % count as equal (≈).
+    The roof is the dense product of the same FLOPs, or a copy of the same bytes, timed in the same run; of two, the slower.
+    "× peer" is the time of the fastest peer over that of the line: more than 1 is faster; differences under 4 % count as
+    equal (≈).
 
     Without a command: the whole layer, at sizes that suit this machine.
     """
@@ -63,8 +64,8 @@ def quick(
             lineups = [("expert_mlp", SHAPES[name], _SKEW) for name in ("qwen3-30b-a3b", "olmoe-1b-7b")]
             stages = STAGES
         else:
-            lineups = [("expert_mlp", SHAPES["cpu-16"], skew) for skew in (_SKEW, 0.0)]
-            lineups.append(("expert_mlp", SHAPES["cpu-64"], _SKEW))
+            few, many = SHAPES["cpu-16"].with_tokens(512), SHAPES["cpu-64"].with_tokens(256)
+            lineups = [("expert_mlp", few, _SKEW), ("expert_mlp", few, 0.0), ("expert_mlp", many, _SKEW)]
             stages = ("inference", "forward+backward")
         _run(Plan(lineups, dtype, device, Choice(stages=stages), seconds, windows, csv), threads)
 
@@ -92,7 +93,7 @@ def _command(op: str) -> Callable[..., None]:
         stages = _known("--stage", stage, STAGES)
         if graph:
             _check_graph(on, stages)
-            stages = ("inference",)
+            stages, backend = ("inference",), backend or ["triton"]  # the torch one reads offsets on the host
         choice = Choice(
             stages=stages or STAGES,
             backends=_known("--backend", backend, ("triton", "torch")) or None,

@@ -52,7 +52,8 @@ def measure(works: dict[str, Work], device: torch.device, *, seconds: float, win
 def captured(work: Callable[[], Results], device: torch.device) -> Callable[[], Results]:
     """`work` as a CUDA graph: the first call captures it, every call replays it and returns the same tensors.
 
-    RuntimeError at the first call if it cannot be captured, for example because it waits for the GPU.
+    RuntimeError at the first call if it cannot be captured because it waits for the GPU. That is found out beforehand: a
+    capture that breaks off may leave the allocator in it.
     """
 
     @cache
@@ -61,7 +62,12 @@ def captured(work: Callable[[], Results], device: torch.device) -> Callable[[], 
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):  # what is compiled, tuned or allocated once is so before the capture
             work()
-            work()
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                work()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(graph):
