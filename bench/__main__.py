@@ -111,7 +111,7 @@ for _name, _op in OPS.items():
 
 @app.command()
 def plot(
-    csv: CsvArgument, output: Annotated[Path, typer.Option("--output", help="Folder of the pictures.")] = Path("plots")
+    csv: CsvArgument, output: Annotated[Path, typer.Option("--output", help="Folder of the pictures.")] = Path("runs/plots")
 ) -> None:
     """Draw a CSV: share of the roof by shape; time over tokens and over skew, where there are several."""
     try:
