@@ -12,8 +12,10 @@ import torch
 import typer
 from rich.console import Console
 
+from .compare import compare as compare_results
 from .ops import OPS, STAGES, Choice
 from .peers import PEERS
+from .report import Result, read_csv
 from .runner import Plan, run
 from .shapes import SHAPES, Shape, parse_shape
 
@@ -27,28 +29,32 @@ Skews = Annotated[
     list[float],
     typer.Option("--skew", help="Zipf exponent of the routing, 0: balanced. Repeatable. Default: 1.2 and 0."),
 ]
+Tokens = Annotated[list[int], typer.Option("--tokens", min=1, help="Replaces T of the shapes. Repeatable.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(_DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1 or cpu. Default: the GPU, if there is one.")]
 Backends = Annotated[list[str], typer.Option("--backend", help="triton or torch. Repeatable. Default: all that run here.")]
 Peers = Annotated[list[str], typer.Option("--peer", help=f"{', '.join(PEERS)}, or none. Repeatable. Default: all.")]
-Stages = Annotated[list[str], typer.Option("--stage", help=f"Of expert_mlp: {', '.join(STAGES)}. Repeatable. Default: all.")]
+Stages = Annotated[list[str], typer.Option("--stage", help=f"Of the layer: {', '.join(STAGES)}. Repeatable. Default: all.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Length of a variant's window, for one stage.")]
 Windows = Annotated[int, typer.Option("--windows", min=1, help="Windows of each variant.")]
+Graph = Annotated[bool, typer.Option("--graph", help="Time CUDA graphs of inference and of the parts.")]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the results to this file.")]
+CsvArgument = Annotated[Path, typer.Argument(metavar="CSV", help="Written by an earlier run with --csv.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")]
 
 
 @app.callback(invoke_without_command=True)
 def quick(
-    context: typer.Context, seconds: Seconds = 0.5, windows: Windows = 3, csv: Csv = None, threads: Threads = None
+    context: typer.Context, seconds: Seconds = 0.3, windows: Windows = 3, csv: Csv = None, threads: Threads = None
 ) -> None:
     """Microbenchmarks of the layer and its parts, beside other implementations of the same work.
 
     Every variant is checked against a reference first; one that fails prints no figure. Then windows of sustained work take
     turns, and times are medians (± half the distance of the quartiles).
 
-    The roof is the dense product of the same FLOPs, or a copy of the same bytes, timed in the same run. "× peer" is the time
-    of the fastest peer over that of the line: more than 1 is faster; differences under 4 % count as equal (≈).
+    The roof is the dense product of the same FLOPs, or a copy of the same bytes, timed in the same run; of two, the slower.
+    "× peer" is the time of the fastest peer over that of the line: more than 1 is faster; differences under 4 % count as
+    equal (≈).
 
     Without a command: the whole layer, at sizes that suit this machine.
     """
@@ -58,8 +64,8 @@ def quick(
             lineups = [("expert_mlp", SHAPES[name], _SKEW) for name in ("qwen3-30b-a3b", "olmoe-1b-7b")]
             stages = STAGES
         else:
-            lineups = [("expert_mlp", SHAPES["cpu-16"], skew) for skew in (_SKEW, 0.0)]
-            lineups.append(("expert_mlp", SHAPES["cpu-64"], _SKEW))
+            few, many = SHAPES["cpu-16"].with_tokens(512), SHAPES["cpu-64"].with_tokens(256)
+            lineups = [("expert_mlp", few, _SKEW), ("expert_mlp", few, 0.0), ("expert_mlp", many, _SKEW)]
             stages = ("inference", "forward+backward")
         _run(Plan(lineups, dtype, device, Choice(stages=stages), seconds, windows, csv), threads)
 
@@ -67,6 +73,7 @@ def quick(
 def _command(op: str) -> Callable[..., None]:
     def command(
         shape: Shapes = [],  # noqa: B006 - typer copies it
+        tokens: Tokens = [],  # noqa: B006
         skew: Skews = [],  # noqa: B006
         dtype: Dtype = "",
         device: Device = "",
@@ -75,24 +82,68 @@ def _command(op: str) -> Callable[..., None]:
         stage: Stages = [],  # noqa: B006
         seconds: Seconds = 1.0,
         windows: Windows = 3,
+        graph: Graph = False,
         csv: Csv = None,
         threads: Threads = None,
     ) -> None:
         on = _device(device)
         shapes = _shapes(shape or ["qwen3-30b-a3b" if on.type == "cuda" else "cpu-16"])
+        if tokens:
+            shapes = [one.with_tokens(T) for one in shapes for T in tokens]
+        stages = _known("--stage", stage, STAGES)
+        if graph:
+            _check_graph(on, stages)
+            stages, backend = ("inference",), backend or ["triton"]  # the torch one reads offsets on the host
         choice = Choice(
-            stages=_known("--stage", stage, STAGES) or STAGES,
+            stages=stages or STAGES,
             backends=_known("--backend", backend, ("triton", "torch")) or None,
             peers=() if peer == ["none"] else _known("--peer", peer, tuple(PEERS)) or tuple(PEERS),
         )
         lineups = [(op, one, law) for one in shapes for law in _skews(skew) or (_SKEW, 0.0)]
-        _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv), threads)
+        _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv, graph), threads)
 
     return command
 
 
 for _name, _op in OPS.items():
     app.command(_name, help=_op.__doc__)(_command(_name))
+
+
+@app.command()
+def plot(
+    csv: CsvArgument, output: Annotated[Path, typer.Option("--output", help="Folder of the pictures.")] = Path("runs/plots")
+) -> None:
+    """Draw a CSV: share of the roof by shape; time over tokens and over skew, where there are several."""
+    try:
+        from .plot import plot as draw
+    except ImportError as missing:
+        _refuse(str(missing))
+    results = _read(csv)
+    try:
+        paths = draw(results, output)
+    except OSError as error:
+        _refuse(f"--output: {output} cannot be written: {error.strerror or error}.")
+    for path in paths:
+        typer.echo(path)
+
+
+@app.command()
+def compare(old: CsvArgument, new: CsvArgument) -> None:
+    """Compare the times of two CSV files; differences up to 4 % count as equal.
+
+    Exit code 1: a variant of ours got slower, or fails its check now.
+    """
+    if compare_results(_read(old), _read(new), _console()):
+        raise typer.Exit(1)
+
+
+def _read(path: Path) -> list[Result]:
+    try:
+        return read_csv(path)
+    except OSError as error:
+        _refuse(f"{path} cannot be read: {error.strerror or error}.")
+    except ValueError as error:
+        _refuse(str(error))
 
 
 def _run(plan: Plan, threads: int | None) -> None:
@@ -141,6 +192,13 @@ def _device(name: str) -> torch.device:
     if device is None or device.type not in ("cuda", "cpu"):
         _refuse(f"--device: expected cuda, cuda:N or cpu; got {name!r}.")
     return device
+
+
+def _check_graph(device: torch.device, stages: tuple[str, ...]) -> None:
+    if device.type != "cuda":
+        _refuse(f"--graph: a CUDA graph needs a CUDA device; this run is on {device.type}. Leave --graph out.")
+    if others := [stage for stage in stages if stage != "inference"]:
+        _refuse(f"--graph: of the layer only inference is captured, not {', '.join(others)}. Leave --stage out.")
 
 
 def _known(option: str, names: list[str], known: tuple[str, ...]) -> tuple[str, ...]:

@@ -81,6 +81,25 @@ def make_case(shape: Shape, skew: float, *, dtype: torch.dtype, device: torch.de
     )
 
 
+def make_router(case: Case) -> tuple[Tensor, Tensor]:
+    """Hidden states [T, H] and a gate [E, H] whose K best experts, best first, are `case.expert_ids`.
+
+    The rows of the gate are orthonormal, so that the logits of a token are its coordinates along them: K of the drawn ones,
+    in (2, 3] and 1/K apart, which no rounding reorders; the others within [-1, 1].
+    """
+    T, H, E, K = case.shape.T, case.shape.H, case.shape.E, case.shape.K
+    if E > H:
+        raise ValueError(f"shape: a gate that follows the drawn routing needs E <= H; got E={E}, H={H}.")
+    random = torch.Generator().manual_seed(0)
+    gate = torch.linalg.qr(torch.randn(H, E, generator=random)).Q.T.to(case.device)
+    logits = (2 * torch.rand(T, E, generator=random) - 1).to(case.device)
+    chosen = 3 - torch.arange(K, device=case.device) / K
+    logits.scatter_(1, case.expert_ids, chosen.expand(T, K))
+    x = case.x.float()
+    x += (logits - x @ gate.T) @ gate
+    return x.to(case.dtype), gate.to(case.dtype).contiguous()
+
+
 def even_routing(shape: Shape, random: torch.Generator) -> Tensor:
     """[T, K]: shuffled experts are dealt out, all of them before any a second time (as far as K divides E)."""
     tokens_a_deal = shape.E // shape.K

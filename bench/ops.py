@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import blocksparse_moe
-from blocksparse_moe.products import why_not
-from blocksparse_moe_kernels import BlockSparse, Columns, Topology, reference
+from blocksparse_moe.products import implementation, why_not
+from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
 from blocksparse_moe_kernels.config import choose_block_m
 
 from .check import reference_dtype
-from .inputs import Case
+from .inputs import Case, make_router
 from .peers import PEERS, build_peers
 from .variants import Layer, Task, Variant
 
@@ -46,17 +46,37 @@ class Choice:
 
 
 def expert_mlp(case: Case, choice: Choice) -> list[Task]:
-    """The whole layer through autograd, its topology inside; the roof is its dense GEMMs, one after the other."""
+    """The experts through autograd, routing given and its topology inside; roofs: their dense GEMMs, reading the weights."""
     peers, left_out = build_peers(case, choice.peers)
     layers = [_our_layer(case, backend) for backend in choice.backends_for(case)] + peers
-    expected = cache(partial(_expected_layer, case, with_gradients="forward+backward" in choice.stages))
+    return _layer_tasks("expert_mlp", case, choice, layers, partial(_expected_layer, case), left_out)
+
+
+def dMoE(case: Case, choice: Choice) -> list[Task]:
+    """The whole layer through autograd, router inside; the roofs are those of expert_mlp."""
+    x, gate = make_router(case)
+    layers = [_our_module(case, x, gate, backend) for backend in choice.backends_for(case)]
+    return _layer_tasks("dMoE", case, choice, layers, partial(_expected_module, case, x, gate), {})
+
+
+def _layer_tasks(
+    op: str,
+    case: Case,
+    choice: Choice,
+    layers: Iterable[Layer],
+    expected: Callable[[bool], tuple[Tensor, ...]],
+    left_out: Mapping[str, str],
+) -> list[Task]:
+    """One task for each stage; `expected` makes the output, with its argument true the gradients of the leaves too."""
+    expected = cache(partial(expected, "forward+backward" in choice.stages))
     return [
         Task(
-            op="expert_mlp",
+            op=op,
             stage=stage,
-            variants=(*(_stage_of(layer, stage, case.grad) for layer in layers), _dense_layer(case, stage)),
+            variants=(*(_stage_of(layer, stage, case.grad) for layer in layers), *_layer_roofs(case, stage)),
             expected=expected if stage == "forward+backward" else lambda: expected()[:1],
             flops=case.shape.forward_flops * (3 if stage == "forward+backward" else 1),
+            bytes=_weight_bytes(case) if stage == "inference" else 0,
             left_out=left_out,
         )
         for stage in choice.stages
@@ -73,6 +93,21 @@ def _our_layer(case: Case, backend: str) -> Layer:
     return Layer(_name(backend), "ours", leaves, forward)
 
 
+def _our_module(case: Case, x: Tensor, gate: Tensor, backend: str) -> Layer:
+    """The module on given hidden states [T, H] and gate [E, H]; its leaves are x, the gate and the weights of the experts."""
+    shape = case.shape
+    config = blocksparse_moe.MoEConfig(shape.H, shape.F, shape.E, router=_router_config(case))
+    module = blocksparse_moe.dMoE(config, device="meta", backend=backend)
+    x, _, up_proj, down_proj = replace(case, x=x).leaves()
+    leaves = (x, nn.Parameter(gate), nn.Parameter(up_proj.detach()), nn.Parameter(down_proj.detach()))
+    _, module.router.weight, module.experts.gate_up_proj, module.experts.down_proj = leaves
+    return Layer(_name(backend), "ours", leaves, lambda: module(x))
+
+
+def _router_config(case: Case) -> blocksparse_moe.RouterConfig:
+    return blocksparse_moe.RouterConfig(case.shape.K, normalize=case.shape.K > 1)
+
+
 def _name(backend: str) -> str:
     return f"blocksparse {backend}"
 
@@ -82,11 +117,13 @@ def _stage_of(layer: Layer, stage: str, grad: Tensor) -> Variant:
         return (layer.forward(),)
 
     def forward_backward() -> tuple[Tensor, ...]:
-        y = layer.forward()
-        return y.detach(), *torch.autograd.grad(y, layer.leaves, grad)
+        return _with_gradients(layer.forward(), layer.leaves, grad)
+
+    def comparable(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return *results[:1], *(layer.gradients(results[1:]) if len(results) > 1 else ())
 
     runs = {"forward": forward, "inference": torch.no_grad()(forward), "forward+backward": forward_backward}
-    return Variant(layer.name, layer.kind, runs[stage])
+    return Variant(layer.name, layer.kind, runs[stage], comparable)
 
 
 def _expected_layer(case: Case, with_gradients: bool) -> tuple[Tensor, ...]:
@@ -94,7 +131,32 @@ def _expected_layer(case: Case, with_gradients: bool) -> tuple[Tensor, ...]:
     topology = Topology.from_ids(case.expert_ids, case.shape.E)
     with torch.set_grad_enabled(with_gradients):
         y = reference.expert_mlp(x, topology, up_proj, down_proj, weights)
-    return (y.detach(), *torch.autograd.grad(y, leaves, case.grad.to(y.dtype))) if with_gradients else (y,)
+    return _with_gradients(y, leaves, case.grad) if with_gradients else (y,)
+
+
+def _expected_module(case: Case, x: Tensor, gate: Tensor, with_gradients: bool) -> tuple[Tensor, ...]:
+    x, _, up_proj, down_proj = replace(case, x=x).leaves(reference_dtype(case.dtype))
+    gate = _wide(gate).requires_grad_()
+    config = _router_config(case)
+    with torch.set_grad_enabled(with_gradients):
+        _, weights, expert_ids = reference.router(x, gate, config.top_k, normalize=config.normalize)
+        y = reference.expert_mlp(x, Topology.from_ids(expert_ids, case.shape.E), up_proj, down_proj, weights)
+    return _with_gradients(y, (x, gate, up_proj, down_proj), case.grad) if with_gradients else (y,)
+
+
+def _with_gradients(y: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    return y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))
+
+
+def _layer_roofs(case: Case, stage: str) -> list[Variant]:
+    """What no layer passes: its dense GEMMs and, in inference, where few tokens may leave little else, reading the weights."""
+    dense = _dense_layer(case, stage)
+    return [dense, _copy(case, _weight_bytes(case), name="weights read")] if stage == "inference" else [dense]
+
+
+def _weight_bytes(case: Case) -> int:
+    """Of the experts that some token chose."""
+    return case.expert_ids.unique().numel() * (case.up_proj[0].nbytes + case.down_proj[0].nbytes)
 
 
 def _dense_layer(case: Case, stage: str) -> Variant:
@@ -114,6 +176,25 @@ def _dense_layer(case: Case, stage: str) -> Variant:
 
 
 # -------------------------------------------------------------------- its parts
+
+
+def router(case: Case, choice: Choice) -> list[Task]:
+    """Scores, top-k and routing weights, in fp32; the roof is the gate's product in the dtype of the hidden states."""
+    x, gate = make_router(case)
+    config = _router_config(case)
+    module = blocksparse_moe.Router(case.shape.H, case.shape.E, config, device="meta")
+    module.weight = nn.Parameter(gate)
+
+    def run() -> tuple[Tensor, ...]:
+        routing = module(x)
+        return routing.logits, routing.weights, routing.expert_ids
+
+    variants = [Variant("blocksparse", "ours", torch.no_grad()(run)), Variant("gate matmul", "roof", lambda: (x @ gate.T,))]
+
+    def expected() -> tuple[Tensor, ...]:
+        return reference.router(_wide(x), _wide(gate), config.top_k, normalize=config.normalize)
+
+    return [_part("router", variants, expected, flops=2 * case.shape.T * case.shape.H * case.shape.E)]
 
 
 def topology(case: Case, choice: Choice) -> list[Task]:
@@ -141,7 +222,7 @@ def sdd(case: Case, choice: Choice) -> list[Task]:
         *_ours(case, choice, lambda backend: blocksparse_moe.sdd(x, w, rows, backend=backend).values),
         Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
     ]
-    return [_part("sdd", variants, lambda: (reference.sdd(_wide(x), _wide(w), rows).values,), flops=_flops(case, halves=2))]
+    return [_part("sdd", variants, partial(_values_of_sdd, x, w, rows), flops=_flops(case, halves=2))]
 
 
 def dsd(case: Case, choice: Choice) -> list[Task]:
@@ -152,21 +233,6 @@ def dsd(case: Case, choice: Choice) -> list[Task]:
         Variant("dense matmul", "roof", lambda: (s.values @ w[0],)),
     ]
     return [_part("dsd", variants, lambda: (reference.dsd(_wide_sparse(s), _wide(w)),), flops=_flops(case, halves=1))]
-
-
-def dsd_transposed(case: Case, choice: Choice) -> list[Task]:
-    """Gradient of the up-projection: the transposed block-sparse matrix times gathered tokens."""
-    s, x = _random_sparse(case, 2 * case.shape.F).T, case.x
-    dense = _normal(case, case.shape.M, case.shape.H)
-    variants = [
-        *_ours(case, choice, lambda backend: blocksparse_moe.dsd(s, x, order="tokens", backend=backend)),
-        Variant("dense matmul", "roof", lambda: (s.values.T @ dense,)),
-    ]
-
-    def expected() -> tuple[Tensor, ...]:
-        return (reference.dsd(_wide_sparse(s), _wide(x), order="tokens"),)
-
-    return [_part("dsd_transposed", variants, expected, flops=_flops(case, halves=2))]
 
 
 def combine(case: Case, choice: Choice) -> list[Task]:
@@ -181,8 +247,103 @@ def combine(case: Case, choice: Choice) -> list[Task]:
     return [_part("combine", variants, lambda: (reference.combine(_wide(y), rows, weights),), moved=moved)]
 
 
+def grad_hidden(case: Case, choice: Choice) -> list[Task]:
+    """Gradient of the hidden activation, SDD: gathered rows of the output's gradient times the down-projection."""
+    grad, w, rows = case.grad, case.down_proj.transpose(1, 2), _rows(case)
+    dense = _normal(case, case.shape.M, case.shape.H)
+    variants = [
+        *_ours(case, choice, lambda backend: implementation(backend).sdd(grad, w, rows).values),
+        Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
+    ]
+    expected = partial(_values_of_sdd, grad, w, rows)
+    return [_part("grad_hidden", variants, expected, flops=_flops(case, halves=1))]
+
+
+def activation_backward(case: Case, choice: Choice) -> list[Task]:
+    """Gradients of pre-activation and routing weights, and the scaled hidden activation; the roof is a copy of as many bytes.
+
+    The pass overwrites the gradient of the hidden activation with the scaled activation. Here one is equal to the other, so
+    that every call finds what the first one found.
+    """
+    activation, rows, weights = get_activation("swiglu"), _rows(case), case.routing_weights
+    pre = _random_sparse(case, 2 * case.shape.F)
+    scale = weights.reshape(-1)[rows.slots.long(), None]
+    grad = (scale * activation(_wide(pre.values))).to(case.dtype)
+
+    def variant(backend: str) -> Variant:
+        own = BlockSparse(grad.clone(), rows, Columns.equal(case.shape.F, case.shape.E))
+
+        def run() -> tuple[Tensor, ...]:
+            grad_pre, scaled, grad_weights = implementation(backend).activation_backward(own, pre, activation, weights)
+            return grad_pre.values, scaled.values, grad_weights
+
+        return Variant(_name(backend), "ours", run)
+
+    def expected() -> tuple[Tensor, ...]:
+        leaf = _wide(pre.values).requires_grad_()
+        hidden = activation(leaf)
+        (grad_pre,) = torch.autograd.grad(scale * hidden, leaf, _wide(grad))
+        grad_weights = torch.empty_like(scale, dtype=leaf.dtype)
+        grad_weights[rows.slots.long(), 0] = torch.linalg.vecdot(_wide(grad), hidden.detach())
+        return grad_pre, (scale * hidden).detach(), grad_weights.view_as(weights)
+
+    moved = 2 * (grad.nbytes + pre.values.nbytes + weights.nbytes) + rows.slots.nbytes
+    variants = [variant(backend) for backend in choice.backends_for(case)]
+    return [_part("activation_backward", [*variants, _copy(case, moved)], expected, moved=moved)]
+
+
+def grad_down(case: Case, choice: Choice) -> list[Task]:
+    """Gradient of the down-projection: the transposed scaled activation times gathered rows of the output's gradient."""
+    s, grad, like = _random_sparse(case, case.shape.F), case.grad, case.down_proj.transpose(1, 2)
+    return [_transposed("grad_down", case, choice, s, grad, like, halves=1)]
+
+
+def grad_rows(case: Case, choice: Choice) -> list[Task]:
+    """Gradient of the gathered tokens, DSD: that of the pre-activation times the up-projection, rows in expert order."""
+    s, w = _random_sparse(case, 2 * case.shape.F), case.up_proj
+    variants = [
+        *_ours(case, choice, lambda backend: implementation(backend).dsd(s, w)),
+        Variant("dense matmul", "roof", lambda: (s.values @ w[0],)),
+    ]
+    return [_part("grad_rows", variants, lambda: (reference.dsd(_wide_sparse(s), _wide(w)),), flops=_flops(case, halves=2))]
+
+
+def grad_up(case: Case, choice: Choice) -> list[Task]:
+    """Gradient of the up-projection: that of the pre-activation, transposed, times gathered tokens."""
+    s = _random_sparse(case, 2 * case.shape.F)
+    return [_transposed("grad_up", case, choice, s, case.x, case.up_proj, halves=2)]
+
+
+def _transposed(op: str, case: Case, choice: Choice, s: BlockSparse, x: Tensor, like: Tensor, *, halves: int) -> Task:
+    """The product of s [M, N], transposed, and x [T, H]: a weight gradient [E, N, H] that lies in memory as `like`."""
+    dense = _normal(case, case.shape.M, case.shape.H)
+
+    def call(backend: str) -> Tensor:
+        return implementation(backend).dsd_transposed(s, x, order="tokens", like=like)
+
+    def expected() -> tuple[Tensor, ...]:
+        return (reference.dsd(_wide_sparse(s).T, _wide(x), order="tokens"),)
+
+    variants = [*_ours(case, choice, call), Variant("dense matmul", "roof", lambda: (s.values.T @ dense,))]
+    return _part(op, variants, expected, flops=_flops(case, halves=halves))
+
+
 OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
-    op.__name__: op for op in (expert_mlp, topology, sdd, dsd, dsd_transposed, combine)
+    op.__name__: op
+    for op in (
+        dMoE,
+        expert_mlp,
+        router,
+        topology,
+        sdd,
+        dsd,
+        combine,
+        grad_hidden,
+        activation_backward,
+        grad_down,
+        grad_rows,
+        grad_up,
+    )
 }
 
 
@@ -197,6 +358,10 @@ def _ours(case: Case, choice: Choice, call: Callable[[str], Tensor]) -> list[Var
     return [Variant(_name(backend), "ours", lambda backend=backend: (call(backend),)) for backend in choice.backends_for(case)]
 
 
+def _values_of_sdd(x: Tensor, w: Tensor, rows: Topology) -> tuple[Tensor, ...]:
+    return (reference.sdd(_wide(x), _wide(w), rows).values,)
+
+
 def _rows(case: Case) -> Topology:
     """The topology of a case with the schedule that the kernels choose, so that it isn't made inside the timing."""
     block_m = choose_block_m(case.shape.M, case.shape.E)
@@ -207,11 +372,11 @@ def _flops(case: Case, halves: int) -> int:
     return 2 * halves * case.shape.M * case.shape.H * case.shape.F
 
 
-def _copy(case: Case, moved: int) -> Variant:
+def _copy(case: Case, moved: int, name: str = "copy") -> Variant:
     """Reads half of `moved` bytes and writes the other half."""
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=case.device)
     target = torch.empty_like(source)
-    return Variant("copy", "roof", lambda: (target.copy_(source),))
+    return Variant(name, "roof", lambda: (target.copy_(source),))
 
 
 def _normal(case: Case, *size: int) -> Tensor:

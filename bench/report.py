@@ -26,11 +26,13 @@ class Result:
         check: "ok", "FAILED: " and why, or "roof", which has nothing to check.
         ms: median of one call; spread: half the distance of its quartiles, relative.
         tflops: useful work over time; gb_per_s: bytes that must move over time.
-        share_of_roof: time of the roof in the same run over this one's.
+        share_of_roof: time of the roof in the same run over this one's. Of several roofs the slowest is meant, which binds;
+            None for the others.
         over_fastest_peer: time of the fastest peer in the same run over this one's; more than 1 is faster than all peers.
         peak_extra_gb: memory beyond the inputs, results included (1 GB is 1e9 bytes).
         launches: kernels of one call.
         dtype, device, versions, date: where and when.
+        mode: "eager", or "CUDA graph" for replays of one. Files from before there were two do not have it.
     """
 
     shape: str
@@ -57,6 +59,7 @@ class Result:
     device: str
     versions: str
     date: str
+    mode: str = "eager"
 
     @property
     def failed(self) -> bool:
@@ -82,12 +85,33 @@ class CsvFile:
         self._file.close()
 
 
+def read_csv(path: Path) -> list[Result]:
+    """The results of a file that `CsvFile` wrote; ValueError for any other."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    try:
+        return [
+            Result(**{field.name: _parse(line[field.name], str(field.type)) for field in fields(Result) if field.name in line})
+            for line in lines
+        ]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no table of results by this version of the benchmarks: {error}.") from error
+
+
+def _parse(text: str, kind: str) -> str | int | float | None:
+    """The value of a field that is annotated as `kind`."""
+    if kind.endswith("| None") and text == "":
+        return None
+    return {"str": str, "int": int, "float": float}[kind.removesuffix(" | None")](text)
+
+
 def print_table(console: Console, results: Sequence[Result]) -> None:
     """The results of one op on one shape and routing; columns without a figure are left out."""
     first = results[0]
     sizes = f"T={first.T} H={first.H} F={first.F} E={first.E} K={first.K}"
     shape = sizes if "," in first.shape else f"{first.shape} ({sizes})"
-    table = Table(title=f"{first.op} · {shape} · {first.routing} · {first.dtype}", title_justify="left")
+    title = [first.op, shape, first.routing, first.dtype, *([first.mode] if first.mode != "eager" else [])]
+    table = Table(title=" · ".join(title), title_justify="left")
     figures = [column for column in _COLUMNS if any(column.value(result) is not None for result in results)]
     table.add_column("stage", no_wrap=True)
     table.add_column("variant", no_wrap=True)
@@ -117,7 +141,7 @@ class _Column:
 
     def cell(self, result: Result) -> str:
         value = self.value(result)
-        return "" if value is None else _figure(value * self.scale) + self.suffix
+        return "" if value is None else figure(value * self.scale) + self.suffix
 
 
 @dataclass(frozen=True)
@@ -141,7 +165,7 @@ _COLUMNS = (
 )
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
     """Three digits, never an exponent."""
     if isinstance(value, int) or abs(value) >= 100:
         return f"{value:.0f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +18,8 @@ from .inputs import Case, make_case
 from .ops import OPS, Choice
 from .report import CsvFile, Result, print_table
 from .shapes import Shape
-from .timing import Timing, count_launches, measure, peak_extra_bytes
-from .variants import Task, Variant
+from .timing import Timing, captured, count_launches, measure, peak_extra_bytes
+from .variants import Task, Variant, first_line
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Plan:
         lineups: op, shape and skew (0: balanced) of each table.
         seconds: length of a variant's window; windows: how many each gets.
         csv: where the results go as well.
+        graph: time CUDA graphs of the calls.
     """
 
     lineups: Sequence[tuple[str, Shape, float]]
@@ -39,6 +40,7 @@ class Plan:
     seconds: float
     windows: int
     csv: Path | None = None
+    graph: bool = False
 
 
 def run(plan: Plan, console: Console) -> list[Result]:
@@ -59,7 +61,7 @@ def _run(plan: Plan, console: Console, file: CsvFile | None) -> list[Result]:
         table: list[Result] = []
         for task in tasks:
             with console.status(f"{op}, {shape.name}, {case.routing}, {task.stage}"):
-                lines = run_task(task, case, seconds=plan.seconds, windows=plan.windows)
+                lines = run_task(task, case, seconds=plan.seconds, windows=plan.windows, graph=plan.graph)
             table += lines
             if file is not None:
                 file.write(lines)
@@ -72,20 +74,27 @@ def _run(plan: Plan, console: Console, file: CsvFile | None) -> list[Result]:
     return results
 
 
-def run_task(task: Task, case: Case, *, seconds: float, windows: int) -> list[Result]:
-    """Check every variant, then time those that passed."""
+def run_task(task: Task, case: Case, *, seconds: float, windows: int, graph: bool = False) -> list[Result]:
+    """Check every variant, then time those that passed; with `graph` it is replays of CUDA graphs that are checked and timed.
+
+    Memory is that of calls without a graph, as a replay allocates nothing.
+    """
+    eager = {variant.name: variant.run for variant in task.variants}
+    if graph:
+        variants = tuple(replace(variant, run=captured(variant.run, case.device)) for variant in task.variants)
+        task = replace(task, variants=variants)
     faults = _check(task, case.dtype)
     _free(case.device)
     timed = [variant for variant in task.variants if faults[variant.name] is None]
-    peaks = {variant.name: peak_extra_bytes(variant.run, case.device) for variant in timed}
+    peaks = {variant.name: peak_extra_bytes(eager[variant.name], case.device) for variant in timed}
     launches = {variant.name: count_launches(variant.run, case.device) for variant in timed}
     timings = measure({variant.name: variant.run for variant in timed}, case.device, seconds=seconds, windows=windows)
-    roof = min((timings[variant.name].ms for variant in timed if variant.kind == "roof"), default=None)
+    roof = max((timings[variant.name].ms for variant in timed if variant.kind == "roof"), default=None)
     peer = min((timings[variant.name].ms for variant in timed if variant.kind == "peer"), default=None)
     return [
         _result(
             task, case, variant, faults[variant.name], timings.get(variant.name), peaks.get(variant.name),
-            launches.get(variant.name), roof, peer,
+            launches.get(variant.name), roof, peer, graph,
         )
         for variant in task.variants
     ]  # fmt: skip
@@ -99,9 +108,11 @@ def _check(task: Task, dtype: torch.dtype) -> dict[str, str | None]:
 
 def _fault(variant: Variant, expected: tuple[Tensor, ...], dtype: torch.dtype) -> str | None:
     try:
-        results = variant.run()
-    except RuntimeError as error:  # out of memory, or what a peer cannot do: the others go on
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        results = variant.comparable(variant.run())
+    except Exception as error:  # out of memory, or anything that a peer cannot do: the others go on
+        if variant.kind == "ours" and not isinstance(error, RuntimeError):
+            raise
+        return first_line(error)
     return disagreement(results, expected, dtype)
 
 
@@ -115,10 +126,12 @@ def _result(
     launches: int | None,
     roof_ms: float | None,
     peer_ms: float | None,
+    graph: bool,
 ) -> Result:
     shape = case.shape
     check = "roof" if variant.kind == "roof" else "ok" if fault is None else f"FAILED: {fault}"
     ms = None if timing is None else timing.ms
+    binds = variant.kind != "roof" or ms == roof_ms
 
     def per_ms(amount: float | None) -> float | None:
         return None if not amount or ms is None else amount / ms
@@ -140,7 +153,7 @@ def _result(
         spread=None if timing is None else timing.spread,
         tflops=per_ms(task.flops / 1e9),
         gb_per_s=per_ms(task.bytes / 1e6),
-        share_of_roof=per_ms(roof_ms),
+        share_of_roof=per_ms(roof_ms) if binds else None,
         over_fastest_peer=per_ms(peer_ms),
         peak_extra_gb=None if peak is None else peak / 1e9,
         launches=launches,
@@ -148,6 +161,7 @@ def _result(
         device=device_name(case.device),
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        mode="CUDA graph" if graph else "eager",
     )
 
 

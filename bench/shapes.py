@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Shape:
     def forward_flops(self) -> int:
         """Useful work of the layer's forward pass: gate and up 4 M H F, down 2 M H F. Backward is twice as much."""
         return 6 * self.M * self.H * self.F
+
+    def with_tokens(self, T: int) -> Shape:
+        """The same layer on T tokens."""
+        name = f"{T},{self.H},{self.F},{self.E},{self.K}" if "," in self.name else f"{self.name} T={T}"
+        return replace(self, name=name, T=T)
 
 
 SHAPES = {

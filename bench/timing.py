@@ -11,7 +11,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch.autograd import DeviceType
@@ -21,6 +23,7 @@ _SAMPLE_SECONDS = 1e-3
 """Calls shorter than this are timed several at once, so that reading the clock costs nothing."""
 
 Work = Callable[[], object]
+Results = TypeVar("Results")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,39 @@ def measure(works: dict[str, Work], device: torch.device, *, seconds: float, win
         for name in names[turn:] + names[:turn]:
             samples[name] += clock(works[name], *plans[name])
     return {name: _summary(times) for name, times in samples.items()}
+
+
+def captured(work: Callable[[], Results], device: torch.device) -> Callable[[], Results]:
+    """`work` as a CUDA graph: the first call captures it, every call replays it and returns the same tensors.
+
+    RuntimeError at the first call if it cannot be captured because it waits for the GPU. That is found out beforehand: a
+    capture that breaks off may leave the allocator in it.
+    """
+
+    @cache
+    def capture() -> tuple[torch.cuda.CUDAGraph, Results]:
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):  # what is compiled, tuned or allocated once is so before the capture
+            work()
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                work()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(graph):
+            results = work()
+        return graph, results
+
+    def replay() -> Results:
+        graph, results = capture()
+        graph.replay()
+        return results
+
+    return replay
 
 
 def peak_extra_bytes(work: Work, device: torch.device) -> int | None:

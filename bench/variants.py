@@ -9,6 +9,16 @@ from typing import Literal
 from torch import Tensor
 
 Kind = Literal["ours", "peer", "roof"]
+Tensors = tuple[Tensor, ...]
+
+
+def as_they_are(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def first_line(error: Exception) -> str:
+    """Of what a variant raised."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 @dataclass(frozen=True)
@@ -17,28 +27,33 @@ class Variant:
 
     Attributes:
         name: for people.
-        kind: "ours" and "peer" are checked; a "roof" is what the hardware gives for the same work without the sparsity.
-        run: does the work once and returns its results, in the order of the task's `expected`.
+        kind: "ours" and "peer" are checked; a "roof" is what the hardware needs for a part of the work that nobody can spare:
+            the products as dense ones, or the bytes. Of several roofs the slowest binds.
+        run: does the work once and returns its results.
+        comparable: those results in the order and layout of the task's `expected`; for the check, not timed.
     """
 
     name: str
     kind: Kind
-    run: Callable[[], tuple[Tensor, ...]]
+    run: Callable[[], Tensors]
+    comparable: Callable[[Tensors], Tensors] = as_they_are
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A whole expert MLP, as a function of its own leaves.
+    """A layer, as a function of its own leaves.
 
     Attributes:
-        leaves: x, routing_weights, up_proj, down_proj.
-        forward: routing given, sort and all inside.
+        leaves: x, routing_weights (or the gate that makes them), up_proj, down_proj.
+        forward: their output [T, H], with sort and all inside.
+        gradients: the gradients of the leaves as those of x, routing_weights, up_proj and down_proj; for the check, not timed.
     """
 
     name: str
     kind: Kind
-    leaves: tuple[Tensor, Tensor, Tensor, Tensor]
+    leaves: Tensors
     forward: Callable[[], Tensor]
+    gradients: Callable[[Tensors], Tensors] = as_they_are
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,7 @@ class Task:
     op: str
     stage: str
     variants: tuple[Variant, ...]
-    expected: Callable[[], tuple[Tensor, ...]]
+    expected: Callable[[], Tensors]
     flops: int = 0
     bytes: int = 0
     left_out: Mapping[str, str] = field(default_factory=dict)

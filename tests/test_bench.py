@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import ops, peers
+from bench import ops, peers, runner
 from bench.__main__ import app
 from bench.check import disagreement
-from bench.inputs import HOTTEST, Case, even_routing, make_case, skewed_routing
+from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
 from bench.ops import OPS, Choice
+from bench.report import CsvFile, Result, read_csv
 from bench.runner import run_task
 from bench.shapes import SHAPES, Shape, parse_shape
 from bench.timing import measure
 from bench.variants import Layer
+from blocksparse_moe_kernels import Topology, reference
 
 TINY = Shape("tiny", T=24, H=16, F=20, E=6, K=2)
 ARGUMENTS = ["--shape", "24,16,20,6,2", "--device", "cpu", "--backend", "torch", "--seconds", "0", "--windows", "1"]
@@ -47,9 +50,164 @@ def test_prints_a_table_and_writes_csv(op, tmp_path):
     assert {line["routing"] for line in lines} == {"zipf 1.2", "balanced"}
     assert all(float(line["ms"]) > 0 and line["check"] in ("ok", "roof") for line in lines)
     for line in lines:
-        if line["kind"] == "roof":
-            assert float(line["share_of_roof"]) == pytest.approx(1)
+        assert line["mode"] == "eager"
+        assert line["share_of_roof"] or line["kind"] == "roof"
         assert float(line["tflops"] or line["gb_per_s"]) > 0
+
+
+@pytest.fixture
+def results(case) -> list[Result]:
+    """Of two shapes, three T, two routings, without running anything that takes time."""
+    (task,) = ops.topology(case, Choice())
+    lines = run_task(task, case, seconds=0, windows=1)
+    more = [replace(line, shape="tiny T=48", T=48, ms=2 * line.ms) for line in lines]
+    return [*lines, *more, *(replace(line, routing="balanced") for line in lines)]
+
+
+def write(path: Path, results: list[Result]) -> str:
+    with CsvFile(path) as file:
+        file.write(results)
+    return str(path)
+
+
+def test_a_csv_is_read_as_it_was_written(results, tmp_path):
+    failed = replace(results[0], check="FAILED: why", ms=None, spread=None)
+    path = tmp_path / "results.csv"
+    write(path, [*results, failed])
+    assert read_csv(path) == [*results, failed]
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header.removesuffix(",mode"), *(line.removesuffix(",eager") for line in lines)]))
+    assert read_csv(path) == [*results, failed], "a file from before there were CUDA graphs"
+
+
+def test_plots_come_from_a_csv(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = bench("plot", write(tmp_path / "results.csv", results), "--output", str(tmp_path / "plots"))
+    assert result.exit_code == 0, result.output
+    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert [name.split("-")[0] for name in names] == ["roof", "roof", "skew", "tokens"]
+    assert all(name in result.output for name in names)
+
+
+def test_a_comparison_fails_only_where_ours_got_slower(results, tmp_path):
+    old = write(tmp_path / "old.csv", results)
+
+    def new(kind: str, factor: float) -> str:
+        changed = [replace(line, ms=line.ms * factor) if line.kind == kind else line for line in results]
+        return write(tmp_path / "new.csv", changed)
+
+    for kind, factor, code, verdict in (
+        ("ours", 1.03, 0, "≈"),
+        ("ours", 0.9, 0, "faster"),
+        ("ours", 1.05, 1, "slower"),
+        ("roof", 1.05, 0, "slower"),
+    ):
+        result = bench("compare", old, new(kind, factor))
+        assert result.exit_code == code and verdict in result.output, result.output
+    failed = [replace(line, ms=None, check="FAILED: wrong") if line.kind == "ours" else line for line in results]
+    result = bench("compare", old, write(tmp_path / "new.csv", failed))
+    assert result.exit_code == 1 and "FAILED" in result.output
+    result = bench("compare", old, write(tmp_path / "new.csv", results[:2]))
+    assert result.exit_code == 0 and "only in the old file" in result.output
+
+
+@pytest.mark.parametrize("command", [("plot",), ("compare", "old.csv")])
+def test_a_file_that_is_no_table_of_results_is_refused(command, results, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("old.csv"), results)
+    Path("other.csv").write_text("op,shape\nsdd,tiny\n")
+    for name in ("other.csv", "absent.csv"):
+        result = bench(*command, name)
+        assert result.exit_code == 2 and name in result.output and "Traceback" not in result.output
+
+
+def test_the_slowest_roof_binds(case):
+    tasks = ops.expert_mlp(case, Choice(stages=("inference", "forward"), backends=("torch",), peers=()))
+    names = {task.stage: [variant.name for variant in task.variants if variant.kind == "roof"] for task in tasks}
+    assert names == {"inference": ["dense matmuls", "weights read"], "forward": ["dense matmuls"]}
+    results = {result.variant: result for result in run_task(tasks[0], case, seconds=0, windows=1)}
+    roofs = sorted((results[name] for name in names["inference"]), key=lambda result: result.ms)
+    assert [roof.share_of_roof for roof in roofs] == [None, pytest.approx(1)]
+    ours = results["blocksparse torch"]
+    assert ours.share_of_roof == pytest.approx(roofs[1].ms / ours.ms)
+
+
+def test_only_experts_that_are_hit_are_read():
+    case = make_case(replace(TINY, T=1), 0.0, dtype=torch.float32, device=torch.device("cpu"))
+    assert ops._weight_bytes(case) == TINY.K * 3 * TINY.H * TINY.F * 4
+
+
+def test_tokens_replace_those_of_the_shape(tmp_path):
+    path = tmp_path / "results.csv"
+    arguments = ("--shape", "cpu-16", "--device", "cpu", "--seconds", "0", "--windows", "1", "--skew", "0")
+    result = bench("topology", *arguments, "--tokens", "3", "--tokens", "5", "--csv", str(path))
+    assert result.exit_code == 0, result.output
+    with path.open(newline="") as file:
+        shapes = [(line["shape"], line["T"]) for line in csv.DictReader(file)]
+    assert shapes == [("cpu-16 T=3", "3")] * 2 + [("cpu-16 T=5", "5")] * 2
+    assert parse_shape("7,8,9,4,2").with_tokens(3) == parse_shape("3,8,9,4,2")
+
+
+def test_graphs_are_checked_and_timed(monkeypatch, case):
+    replays: list[str] = []
+
+    def captured(work, device):
+        return lambda: replays.append("replay") or work()
+
+    monkeypatch.setattr(runner, "captured", captured)
+    (task,) = ops.topology(case, Choice())
+    results = runner.run_task(task, case, seconds=0, windows=1, graph=True)
+    assert replays and all(result.mode == "CUDA graph" for result in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["expert_mlp", "combine"])
+def test_a_cuda_graph_is_measured(op):
+    result = bench(op, "--shape", "64,128,64,8,2", "--graph", "--peer", "none", "--seconds", "0", "--windows", "1")
+    assert result.exit_code == 0, result.output
+    assert "CUDA graph" in result.output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_mm_is_a_peer(dtype):
+    case = make_case(replace(TINY, F=24), 1.2, dtype=dtype, device=torch.device("cpu"))
+    (task,) = ops.expert_mlp(case, Choice(stages=("forward+backward",), backends=(), peers=("torch grouped_mm",)))
+    assert [result.check for result in run_task(task, case, seconds=0, windows=1)] == ["ok", "roof"]
+    assert "16 bytes" in peers.PEERS["torch grouped_mm"].why_not(replace(case, shape=replace(TINY, H=15)))
+
+
+def test_every_peer_runs_or_says_why_not(case):
+    layers, left_out = peers.build_peers(case, peers.PEERS)
+    assert {layer.name for layer in layers} | set(left_out) == set(peers.PEERS)
+    assert all(left_out.values())
+
+
+def test_a_peer_that_cannot_be_built_is_left_out(monkeypatch, case):
+    def build(case: Case) -> Layer:
+        raise TypeError("unexpected keyword\nand a long story")
+
+    monkeypatch.setitem(peers.PEERS, "planted", peers.Peer(lambda case: None, build))
+    layers, left_out = peers.build_peers(case, ("planted",))
+    assert layers == [] and left_out == {"planted": "cannot be built: TypeError: unexpected keyword"}
+
+
+def test_gradients_of_other_leaves_are_compared_in_our_layout(case):
+    """As of a peer that keeps gate and up apart."""
+    x, weights, up_proj, down_proj = case.leaves()
+    gate, up = (half.detach().clone().requires_grad_() for half in up_proj.chunk(2, dim=1))
+
+    def forward():
+        topology = Topology.from_ids(case.expert_ids, case.shape.E)
+        return reference.expert_mlp(x, topology, torch.cat((gate, up), dim=1), down_proj, weights)
+
+    def gradients(found):
+        return *found[:2], torch.cat(found[2:4], dim=1), found[4]
+
+    layer = Layer("apart", "peer", (x, weights, gate, up, down_proj), forward, gradients)
+    variant = ops._stage_of(layer, "forward+backward", case.grad)
+    expected = ops._expected_layer(case, with_gradients=True)
+    assert len(variant.run()) == 6
+    assert disagreement(variant.comparable(variant.run()), expected, case.dtype) is None
 
 
 def test_transformers_is_a_peer(case):
@@ -63,6 +221,13 @@ def test_transformers_is_a_peer(case):
     assert ours.over_fastest_peer == pytest.approx(fastest / ours.ms)
 
 
+def test_a_pass_that_overwrites_its_input_finds_it_again(case):
+    (task,) = ops.activation_backward(case, Choice(backends=("torch",)))
+    ours, expected = task.variants[0], task.expected()
+    for _ in range(3):
+        assert disagreement(ours.run(), expected, case.dtype) is None
+
+
 def wrong(case: Case) -> Layer:
     layer = ops._our_layer(case, "torch")
     return Layer("planted", "peer", layer.leaves, lambda: layer.forward() * 1.001)
@@ -70,12 +235,12 @@ def wrong(case: Case) -> Layer:
 
 def broken(case: Case) -> Layer:
     def forward():
-        raise RuntimeError("no such kernel\nand a long story")
+        raise TypeError("no such kernel\nand a long story")
 
     return Layer("planted", "peer", case.leaves(), forward)
 
 
-@pytest.mark.parametrize(("planted", "reason"), [(wrong, "relative error"), (broken, "RuntimeError: no such kernel")])
+@pytest.mark.parametrize(("planted", "reason"), [(wrong, "relative error"), (broken, "TypeError: no such kernel")])
 def test_a_failed_check_prints_no_figure(monkeypatch, tmp_path, planted, reason):
     monkeypatch.setitem(peers.PEERS, "planted", peers.Peer(lambda case: None, planted))
     path = tmp_path / "results.csv"
@@ -120,6 +285,17 @@ def test_experts_of_a_token_differ(skew):
     assert all(len(set(row)) == TINY.K for row in ids.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skew", [0.0, 1.2])
+def test_the_router_follows_the_drawn_routing(skew, dtype):
+    case = make_case(Shape("", T=64, H=256, F=16, E=128, K=8), skew, dtype=dtype, device=torch.device("cpu"))
+    x, gate = make_router(case)
+    _, _, expert_ids = reference.router(x.double(), gate.double(), case.shape.K, normalize=True)
+    assert torch.equal(expert_ids, case.expert_ids)
+    with pytest.raises(ValueError, match="E <= H"):
+        make_router(replace(case, shape=replace(case.shape, H=64)))
+
+
 def test_balanced_routing_is_even():
     counts = even_routing(SHAPES["cpu-64"], torch.Generator().manual_seed(0)).reshape(-1).bincount(minlength=64)
     assert counts.unique().tolist() == [SHAPES["cpu-64"].M // 64]
@@ -161,6 +337,8 @@ def test_a_bad_shape_is_one_line(text):
         ("--peer", "nobody"),
         ("--stage", "sideways"),
         ("--skew", "-1"),
+        ("--tokens", "0"),
+        ("--graph",),
         ("--csv", "/nowhere/at/all.csv"),
     ],
 )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..inputs import Case
-from ..variants import Layer
-from . import huggingface
+from ..variants import Layer, first_line
+from . import huggingface, megablocks, scattermoe, sonic_moe, torch_grouped_mm, transformer_engine
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Peer:
 
 
 PEERS = {
+    "sonic-moe": Peer(sonic_moe.why_not, sonic_moe.build),
+    "megablocks grouped": Peer(megablocks.why_not, megablocks.build),
+    "scattermoe": Peer(scattermoe.why_not, scattermoe.build),
+    "Transformer Engine": Peer(transformer_engine.why_not, transformer_engine.build),
+    "torch grouped_mm": Peer(torch_grouped_mm.why_not, torch_grouped_mm.build),
     "transformers eager": Peer(huggingface.why_not, partial(huggingface.build, implementation="eager")),
     "transformers grouped_mm": Peer(huggingface.why_not, partial(huggingface.build, implementation="grouped_mm")),
     "transformers grouped_mm compiled": Peer(
@@ -35,5 +40,15 @@ PEERS = {
 
 def build_peers(case: Case, names: Iterable[str]) -> tuple[list[Layer], dict[str, str]]:
     """The layers of the named peers, and why the others of them are left out."""
-    left_out = {name: reason for name in names if (reason := PEERS[name].why_not(case)) is not None}
-    return [PEERS[name].build(case) for name in names if name not in left_out], left_out
+    layers: list[Layer] = []
+    left_out: dict[str, str] = {}
+    for name in names:
+        reason = PEERS[name].why_not(case)
+        if reason is None:
+            try:
+                layers.append(PEERS[name].build(case))
+            except Exception as error:  # other people's code may fail in any way; said in its place, the others go on
+                reason = f"cannot be built: {first_line(error)}"
+        if reason is not None:
+            left_out[name] = reason
+    return layers, left_out

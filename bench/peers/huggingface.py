@@ -8,18 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from blocksparse_moe_kernels.versions import require
-
 from ..inputs import Case
 from ..variants import Layer
+from .requirements import missing
 
 
 def why_not(case: Case) -> str | None:
-    try:
-        require("transformers", "5.9", "this peer")
-    except ImportError as missing:
-        return str(missing)
-    return None
+    return missing("transformers", "5.9")
 
 
 def why_not_compiled(case: Case) -> str | None:
