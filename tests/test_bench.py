@@ -137,6 +137,7 @@ def test_only_experts_that_are_hit_are_read():
     assert ops._weight_bytes(case) == TINY.K * 3 * TINY.H * TINY.F * 4
 
 
+@pytest.mark.slow
 def test_tokens_replace_those_of_the_shape(tmp_path):
     path = tmp_path / "results.csv"
     arguments = ("--shape", "cpu-16", "--device", "cpu", "--seconds", "0", "--windows", "1", "--skew", "0")

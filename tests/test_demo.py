@@ -126,6 +126,7 @@ def test_bfloat16_is_shown_and_not_checked(tmp_path):
     assert gradients["value"] > BOUND
 
 
+@pytest.mark.slow
 def test_names_an_implementation_that_cannot_run(tmp_path, monkeypatch):
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

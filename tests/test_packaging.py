@@ -239,6 +239,7 @@ print(*(set(sys.modules) - before))
     assert statistics.median(float(seconds) for seconds, *_ in outputs) < 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.case("T4")
 def test_without_cuda_only_a_call_complains():
     """Import and construction work; the report says what is unsupported, and the call that asks for it fails."""

@@ -113,6 +113,7 @@ def test_sort_kernels(routing, layout, block_m):
         assert found.dtype == tensor.dtype and torch.equal(found.cpu(), tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("E", [5, 1024, 1025])
 def test_sort_kernels_over_several_blocks(E):
     from blocksparse_moe_kernels.triton.topology import sort_ids
@@ -356,6 +357,7 @@ def derived(topology: Topology) -> list[Tensor]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*lru_cache:UserWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiled(backend):
