@@ -17,7 +17,7 @@ from ..block_sparse import BlockSparse
 from ..config import ceil_div, choose_block_m, next_power_of_2
 from ..launch import ColumnTables, on_device, value_strides
 from ..topology import Topology
-from .tiles import value_rows, weight_block
+from .tiles import row_tile, value_rows, weight_block
 
 
 @triton.jit
@@ -58,12 +58,11 @@ def _bias_dot_kernel(
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    expert = tl.load(Tiles + tile)
+    expert, first_row, length = row_tile(Tiles, num_tiles, tile)
     if expert < 0:
         return
-    first_row = tl.load(Tiles + num_tiles + tile)
     offs_m = tl.arange(0, BLOCK_M)
-    mask_m = offs_m < tl.load(Tiles + 2 * num_tiles + tile)
+    mask_m = offs_m < length
     token = tl.load(Tokens + first_row + offs_m, mask=mask_m, other=0).to(tl.int64)
     Bias += expert.to(tl.int64) * stride_be
     acc = tl.zeros((BLOCK_M,), tl.float32)

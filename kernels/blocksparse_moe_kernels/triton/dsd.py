@@ -37,7 +37,7 @@ from .descriptors import (
     weight_form,
 )
 from .dsd_transposed import dsd_transposed
-from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
+from .tiles import along, dot, fp32_precision, grouped_order, row_tile, value_rows, weight_block, wrapped
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -50,11 +50,9 @@ def _dsd_kernel(
     HALVES: tl.constexpr, VARIED: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, pid_n = grouped_order(tl.program_id(0), num_tiles, tl.cdiv(H, BLOCK_N), GROUP)
-    expert = tl.load(Tiles + tile)
+    expert, first_row, length = row_tile(Tiles, num_tiles, tile)
     if expert < 0:
         return
-    first_row = tl.load(Tiles + num_tiles + tile)
-    length = tl.load(Tiles + 2 * num_tiles + tile)
     columns, w_offset, w_half = weight_block(expert, N, stride_we, stride_wg, stride_wn, ColumnOffsets, HALVES, VARIED)
     s_offset, s_stride = value_rows(
         expert, first_row, columns, stride_sm, stride_sn, Offsets, BlockOffsets, HALVES, VARIED
@@ -107,9 +105,7 @@ def _dsd_tma_kernel(
     num_columns = tl.cdiv(H, BLOCK_N)
     for number in tl.range(tl.program_id(0), num_tiles * num_columns, tl.num_programs(0), flatten=True):
         tile, pid_n = grouped_order(number, num_tiles, num_columns, GROUP)
-        expert = tl.load(Tiles + tile)
-        first_row = tl.load(Tiles + capacity + tile)
-        length = tl.load(Tiles + 2 * capacity + tile)
+        expert, first_row, length = row_tile(Tiles, capacity, tile)
         column = pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, N, BLOCK_K):

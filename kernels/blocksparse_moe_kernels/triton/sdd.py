@@ -29,7 +29,7 @@ from ..reference import Order
 from ..topology import Topology
 from .activation_functions import function_value
 from .descriptors import describe_rows, describe_weight, load_weight_tile, rows_are_describable, store_rows, weight_form
-from .tiles import along, dot, fp32_precision, grouped_order, split_halves, value_rows, weight_block, wrapped
+from .tiles import along, dot, fp32_precision, grouped_order, row_tile, split_halves, value_rows, weight_block, wrapped
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -43,11 +43,9 @@ def _sdd_kernel(
     FUNCTION: tl.constexpr, SAVE_PRE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, pid_n = grouped_order(tl.program_id(0), num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
-    expert = tl.load(Tiles + tile)
+    expert, first_row, length = row_tile(Tiles, num_tiles, tile)
     if expert < 0:
         return
-    first_row = tl.load(Tiles + num_tiles + tile)
-    length = tl.load(Tiles + 2 * num_tiles + tile)
     columns, w_offset, w_half = weight_block(expert, N, stride_we, stride_wg, stride_wn, ColumnOffsets, HALVES, VARIED)
     first_column = pid_n * BLOCK_N
     if first_column >= columns:
@@ -127,9 +125,7 @@ def _sdd_tma_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     for number in tl.range(tl.program_id(0), num_tiles * num_columns, tl.num_programs(0), flatten=True):
         tile, pid_n = grouped_order(number, num_tiles, num_columns, GROUP)
-        expert = tl.load(Tiles + tile)
-        first_row = tl.load(Tiles + capacity + tile)
-        length = tl.load(Tiles + 2 * capacity + tile)
+        expert, first_row, length = row_tile(Tiles, capacity, tile)
         column = pid_n * BLOCK_N
         rows = first_row + tl.where(offs_m < length, offs_m, 0)
         if GATHER:

@@ -40,6 +40,12 @@ def grouped_order(pid, num_tiles, num_columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def row_tile(Tiles, capacity, tile):
+    """(expert, first row, length) of an entry of `Schedule.tiles` [3, capacity]; all -1 where it is unused."""
+    return tl.load(Tiles + tile), tl.load(Tiles + capacity + tile), tl.load(Tiles + 2 * capacity + tile)
+
+
+@triton.jit
 def weight_block(expert, N, stride_we, stride_wg, stride_wn, ColumnOffsets, HALVES: tl.constexpr, VARIED: tl.constexpr):
     """(columns of the expert, offset of its weight, offset from its first to its second half), offsets in elements."""
     if VARIED:
