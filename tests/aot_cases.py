@@ -199,7 +199,8 @@ def helpers(layer: Layer) -> None:
     expert_sum_tokens(layer.tokens, topology, weights)
     expert_sum_tokens(layer.tokens, topology)
     bias_dot(layer.tokens, layer.down_bias(), topology)
-    sort_ids(torch.empty(T, layer.top_k, dtype=torch.int64, device="meta"), topology.num_experts, 128)
+    for tokens in (T, 64):
+        sort_ids(torch.empty(tokens, layer.top_k, dtype=torch.int64, device="meta"), topology.num_experts, 128)
     zero_tail(layer.rows, topology.num_rows)
     zero_tail(layer.rows, topology.num_rows, H)
 

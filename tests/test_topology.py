@@ -114,11 +114,11 @@ def test_sort_kernels(routing, layout, block_m):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("E", [5, 1024, 1025])
-def test_sort_kernels_over_several_blocks(E):
+@pytest.mark.parametrize(("T", "E"), [(300, 5), (700, 5), (300, 700), (700, 1025), (0, 1025)])
+def test_sort_kernels_by_one_program_and_by_several(T, E):
     from blocksparse_moe_kernels.triton.topology import sort_ids
 
-    ids = large_ids(300, 2, E, outside=True)
+    ids = large_ids(T, 2, E, outside=True)
     expected = Topology.from_ids(ids.cpu(), E, block_ms=(16,))
     *fields, tiles, num_tiles = sort_ids(ids, E, 16)
     for found, name in zip(fields, ("tokens", "slots", "rows", "offsets"), strict=True):

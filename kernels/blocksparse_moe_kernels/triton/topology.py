@@ -1,11 +1,12 @@
-"""Topology: a stable counting sort of the slots by expert, and the row tiles, in three launches.
+"""Topology: a stable counting sort of the slots by expert, and the row tiles.
 
     count      slots of each expert in each block of slots              ids [M] -> counts [blocks, E]
-    scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]; tile_ends [E]
+    scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]
     place      slot -> row and back, and this block's share of tiles    rows, slots, tokens [M]; tiles [3, capacity]
 
-Every integer has one place whatever the order of programs, so results are bitwise repeatable; no atomics. A counting sort
-instead of a general one since there are few experts, and each slot is read twice and written once.
+Few slots are sorted by one program in one launch. Every integer has one place whatever the order of programs, so results are
+bitwise repeatable; no atomics. A counting sort instead of a general one since there are few experts, and each slot is read
+twice and written once.
 """
 
 from __future__ import annotations
@@ -20,56 +21,28 @@ from ..launch import on_device
 from ..sort_op import tile_capacity
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_experts"])
-def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    block = tl.program_id(0)
-    slot = block * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def _load_experts(Ids, slot, num_slots, num_experts):
+    """(expert, whether it is one) of slots; those behind the last one have none."""
     expert = tl.load(Ids + slot, mask=slot < num_slots, other=-1)
-    here = (expert >= 0) & (expert < num_experts)
-    counts = tl.histogram(tl.where(here, expert, 0).to(tl.int32), EXPERTS, mask=here)
-    offs_e = tl.arange(0, EXPERTS)
-    tl.store(Counts + block * num_experts + offs_e, counts, mask=offs_e < num_experts)
+    return expert, (expert >= 0) & (expert < num_experts)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_experts", "block_m"])
-def _scan_kernel(
-    Counts, Offsets, TileEnds, NumTiles, num_blocks, num_experts, block_m, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """One program: `Counts` becomes the number of each expert's slots before the block."""
-    offs_e = tl.arange(0, EXPERTS)
-    total = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, num_blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        mask = (block < num_blocks)[:, None] & (offs_e < num_experts)[None, :]
-        ptrs = Counts + block[:, None] * num_experts + offs_e[None, :]
-        counts = tl.load(ptrs, mask=mask, other=0)
-        tl.store(ptrs, tl.cumsum(counts, 0) - counts + total[None, :], mask=mask)
-        total += tl.sum(counts, 0)
-    ends = tl.cumsum(total, 0)
-    tl.store(Offsets, 0)
-    tl.store(Offsets + 1 + offs_e, ends, mask=offs_e < num_experts)
-    tile_ends = tl.cumsum((total + block_m - 1) // block_m, 0)
-    tl.store(TileEnds + offs_e, tile_ends, mask=offs_e < num_experts)
-    tl.store(NumTiles, tl.max(tile_ends, 0))
+@triton.jit
+def _count(expert, here, EXPERTS: tl.constexpr):
+    return tl.histogram(tl.where(here, expert, 0).to(tl.int32), EXPERTS, mask=here)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
-def _place_kernel(
-    Ids, Before, Offsets, TileEnds, Tokens, Slots, Rows, Tiles,
-    num_slots, num_experts, top_k, capacity, block_m,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
+@triton.jit
+def _place_slots(
+    Ids, Tokens, Slots, Rows, first_slot, num_slots, num_experts, top_k, next_row, num_kept, kept_before,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
+    """Write the rows of BLOCK slots: `next_row` [EXPERTS] is where each expert goes on, `kept_before` slots came before."""
     offs_e = tl.arange(0, EXPERTS)
-    known = offs_e < num_experts
-    before = tl.load(Before + block * num_experts + offs_e, mask=known, other=0)
-    next_row = before + tl.load(Offsets + offs_e, mask=known, other=0)
-    num_kept = tl.load(Offsets + num_experts)
-    kept_before = tl.sum(before, 0)
     for step in range(0, BLOCK, STEP):
-        slot = block * BLOCK + step + tl.arange(0, STEP)
-        expert = tl.load(Ids + slot, mask=slot < num_slots, other=-1)
-        here = (expert >= 0) & (expert < num_experts)
+        slot = first_slot + step + tl.arange(0, STEP)
+        expert, here = _load_experts(Ids, slot, num_slots, num_experts)
         chosen = (expert[:, None] == offs_e[None, :]).to(tl.int32) * here[:, None].to(tl.int32)
         row = tl.sum(chosen * (tl.cumsum(chosen, 0) - 1 + next_row[None, :]), 1)
         kept = here.to(tl.int32)
@@ -82,17 +55,102 @@ def _place_kernel(
         next_row += tl.sum(chosen, 0)
         kept_before += tl.sum(kept, 0)
 
-    tile = block * TILES + tl.arange(0, TILES)
-    tile_ends = tl.load(TileEnds + offs_e, mask=known, other=2147483647)
-    expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-    used = (expert < num_experts) & (tile < capacity)
-    first_tile = tl.load(TileEnds + expert - 1, mask=used & (expert > 0), other=0)
-    first_row = tl.load(Offsets + expert, mask=used, other=0) + (tile - first_tile) * block_m
-    length = tl.minimum(tl.load(Offsets + expert + 1, mask=used, other=0) - first_row, block_m)
-    mask = tile < capacity
+
+@triton.jit
+def _write_tiles(
+    Tiles, first_tile, capacity, starts, counts, num_experts, block_m, EXPERTS: tl.constexpr, TILES: tl.constexpr
+):
+    """Entries first_tile to first_tile + TILES of the schedule; `starts` and `counts` [EXPERTS] are the rows of the experts."""
+    offs_e = tl.arange(0, EXPERTS)
+    num_tiles = (counts + block_m - 1) // block_m
+    ends = tl.cumsum(num_tiles, 0)
+    tile = first_tile + tl.arange(0, TILES)
+    expert = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+    mine = expert[:, None] == offs_e[None, :]
+    row = (tile - tl.sum(tl.where(mine, (ends - num_tiles)[None, :], 0), 1)) * block_m
+    first_row = row + tl.sum(tl.where(mine, starts[None, :], 0), 1)
+    length = tl.minimum(tl.sum(tl.where(mine, counts[None, :], 0), 1) - row, block_m)
+    used, mask = expert < num_experts, tile < capacity
     tl.store(Tiles + tile, tl.where(used, expert, -1), mask=mask)
     tl.store(Tiles + capacity + tile, tl.where(used, first_row, -1), mask=mask)
     tl.store(Tiles + 2 * capacity + tile, tl.where(used, length, -1), mask=mask)
+
+
+@triton.jit
+def _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS: tl.constexpr):
+    """Returns the offset behind each expert."""
+    ends = tl.cumsum(counts, 0)
+    offs_e = tl.arange(0, EXPERTS)
+    tl.store(Offsets, 0)
+    tl.store(Offsets + 1 + offs_e, ends, mask=offs_e < num_experts)
+    tl.store(NumTiles, tl.sum((counts + block_m - 1) // block_m, 0))
+    return ends
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
+def _sort_few_kernel(
+    Ids, Tokens, Slots, Rows, Offsets, Tiles, NumTiles,
+    num_slots, num_experts, top_k, capacity, block_m,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    expert, here = _load_experts(Ids, tl.arange(0, BLOCK), num_slots, num_experts)
+    counts = _count(expert, here, EXPERTS)
+    ends = _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS)
+    starts = ends - counts
+    _place_slots(
+        Ids, Tokens, Slots, Rows, 0, num_slots, num_experts, top_k,
+        starts, tl.sum(counts, 0), tl.zeros((), tl.int32), BLOCK, STEP, EXPERTS,
+    )  # fmt: skip
+    _write_tiles(Tiles, 0, capacity, starts, counts, num_experts, block_m, EXPERTS, TILES)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_experts"])
+def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    block = tl.program_id(0)
+    expert, here = _load_experts(Ids, block * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts)
+    offs_e = tl.arange(0, EXPERTS)
+    tl.store(Counts + block * num_experts + offs_e, _count(expert, here, EXPERTS), mask=offs_e < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_experts", "block_m"])
+def _scan_kernel(
+    Counts, Offsets, NumTiles, num_blocks, num_experts, block_m, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """One program: `Counts` becomes the number of each expert's slots before the block."""
+    offs_e = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, num_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        mask = (block < num_blocks)[:, None] & (offs_e < num_experts)[None, :]
+        ptrs = Counts + block[:, None] * num_experts + offs_e[None, :]
+        counts = tl.load(ptrs, mask=mask, other=0)
+        tl.store(ptrs, tl.cumsum(counts, 0) - counts + total[None, :], mask=mask)
+        total += tl.sum(counts, 0)
+    _write_totals(Offsets, NumTiles, total, num_experts, block_m, EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
+def _place_kernel(
+    Ids, Before, Offsets, Tokens, Slots, Rows, Tiles,
+    num_slots, num_experts, top_k, capacity, block_m,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    offs_e = tl.arange(0, EXPERTS)
+    known = offs_e < num_experts
+    before = tl.load(Before + block * num_experts + offs_e, mask=known, other=0)
+    starts = tl.load(Offsets + offs_e, mask=known, other=0)
+    counts = tl.load(Offsets + 1 + offs_e, mask=known, other=0) - starts
+    _place_slots(
+        Ids, Tokens, Slots, Rows, block * BLOCK, num_slots, num_experts, top_k,
+        starts + before, tl.load(Offsets + num_experts), tl.sum(before, 0), BLOCK, STEP, EXPERTS,
+    )  # fmt: skip
+    _write_tiles(Tiles, block * TILES, capacity, starts, counts, num_experts, block_m, EXPERTS, TILES)
+
+
+_FEW_SLOTS = 1024
+_FEW_TILES = 65536
+"""Tiles times experts that one program ranks at once."""
 
 
 def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -106,32 +164,41 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
     Returns:
         tokens [M], slots [M], rows [M], offsets [E + 1], tiles [3, capacity] and num_tiles [], all int32.
     """
-    num_slots, top_k = ids.numel(), ids.shape[1]
+    num_slots, top_k = ids.numel(), max(1, ids.shape[1])
     capacity = tile_capacity(num_slots, num_experts, block_m)
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
     tokens, slots, rows, offsets = new(num_slots), new(num_slots), new(num_slots), new(num_experts + 1)
-    tiles, num_tiles, tile_ends = new(3, capacity), new(), new(num_experts)
+    tiles, num_tiles = new(3, capacity), new()
+    results = (tokens, slots, rows, offsets, tiles, num_tiles)
+    flat = ids.reshape(-1).contiguous()
     experts = max(16, next_power_of_2(num_experts))
     step = max(16, min(64, 8192 // experts))
+    all_tiles = next_power_of_2(max(1, capacity))
+    if num_slots <= _FEW_SLOTS and all_tiles * experts <= _FEW_TILES:
+        with on_device(ids.device):
+            _sort_few_kernel[(1,)](
+                flat, tokens, slots, rows, offsets, tiles, num_tiles,
+                num_slots, num_experts, top_k, capacity, block_m,
+                BLOCK=max(step, next_power_of_2(max(1, num_slots))), STEP=step, EXPERTS=experts, TILES=all_tiles, num_warps=8,
+            )  # fmt: skip
+        return results
     block = max(step, 128 if num_slots < 16384 else 512)
     num_blocks = ceil_div(num_slots, block)
     before = new(num_blocks, num_experts)
-    flat = ids.reshape(-1).contiguous()
     with on_device(ids.device):
         if num_blocks:
             _count_kernel[(num_blocks,)](flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
         _scan_kernel[(1,)](
-            before, offsets, tile_ends, num_tiles, num_blocks, num_experts, block_m,
+            before, offsets, num_tiles, num_blocks, num_experts, block_m,
             EXPERTS=experts, CHUNK=max(1, min(64, 16384 // experts)), num_warps=8,
         )  # fmt: skip
         if num_blocks:
             _place_kernel[(num_blocks,)](
-                flat, before, offsets, tile_ends, tokens, slots, rows, tiles,
+                flat, before, offsets, tokens, slots, rows, tiles,
                 num_slots, num_experts, top_k, capacity, block_m,
-                BLOCK=block, STEP=step, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)),
-                num_warps=8,
+                BLOCK=block, STEP=step, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)), num_warps=8,
             )  # fmt: skip
-    return tokens, slots, rows, offsets, tiles, num_tiles
+    return results
