@@ -114,8 +114,8 @@ def test_sort_kernels(routing, layout, block_m):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("T", "E"), [(300, 5), (700, 5), (300, 700), (700, 1025), (0, 1025)])
-def test_sort_kernels_by_one_program_and_by_several(T, E):
+@pytest.mark.parametrize(("T", "E"), [(300, 5), (2100, 5), (300, 700), (2100, 1025), (0, 1025)])
+def test_sort_kernels_in_one_launch_and_in_three(T, E):
     from blocksparse_moe_kernels.triton.topology import sort_ids
 
     ids = large_ids(T, 2, E, outside=True)

@@ -4,9 +4,9 @@
     scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]
     place      slot -> row and back, and this block's share of tiles    rows, slots, tokens [M]; tiles [3, capacity]
 
-Few slots are sorted by one program in one launch. Every integer has one place whatever the order of programs, so results are
-bitwise repeatable; no atomics. A counting sort instead of a general one since there are few experts, and each slot is read
-twice and written once.
+Few slots are sorted in one launch instead: a slot's place is the number of slots that come before it, all of which it looks
+at. Every integer has one place whatever the order of programs, so results are bitwise repeatable; no atomics. A counting sort
+instead of a general one since there are few experts, and each slot is read twice and written once.
 """
 
 from __future__ import annotations
@@ -34,29 +34,6 @@ def _count(expert, here, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _place_slots(
-    Ids, Tokens, Slots, Rows, first_slot, num_slots, num_experts, top_k, next_row, num_kept, kept_before,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Write the rows of BLOCK slots: `next_row` [EXPERTS] is where each expert goes on, `kept_before` slots came before."""
-    offs_e = tl.arange(0, EXPERTS)
-    for step in range(0, BLOCK, STEP):
-        slot = first_slot + step + tl.arange(0, STEP)
-        expert, here = _load_experts(Ids, slot, num_slots, num_experts)
-        chosen = (expert[:, None] == offs_e[None, :]).to(tl.int32) * here[:, None].to(tl.int32)
-        row = tl.sum(chosen * (tl.cumsum(chosen, 0) - 1 + next_row[None, :]), 1)
-        kept = here.to(tl.int32)
-        dropped_row = num_kept + slot - (kept_before + tl.cumsum(kept, 0) - kept)
-        place = tl.where(here, row, dropped_row)
-        mask = slot < num_slots
-        tl.store(Rows + slot, tl.where(here, row, -1), mask=mask)
-        tl.store(Slots + place, slot, mask=mask)
-        tl.store(Tokens + place, slot // top_k, mask=mask)
-        next_row += tl.sum(chosen, 0)
-        kept_before += tl.sum(kept, 0)
-
-
-@triton.jit
 def _write_tiles(
     Tiles, first_tile, capacity, starts, counts, num_experts, block_m, EXPERTS: tl.constexpr, TILES: tl.constexpr
 ):
@@ -78,13 +55,10 @@ def _write_tiles(
 
 @triton.jit
 def _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS: tl.constexpr):
-    """Returns the offset behind each expert."""
-    ends = tl.cumsum(counts, 0)
     offs_e = tl.arange(0, EXPERTS)
     tl.store(Offsets, 0)
-    tl.store(Offsets + 1 + offs_e, ends, mask=offs_e < num_experts)
+    tl.store(Offsets + 1 + offs_e, tl.cumsum(counts, 0), mask=offs_e < num_experts)
     tl.store(NumTiles, tl.sum((counts + block_m - 1) // block_m, 0))
-    return ends
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
@@ -93,15 +67,33 @@ def _sort_few_kernel(
     num_slots, num_experts, top_k, capacity, block_m,
     BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    expert, here = _load_experts(Ids, tl.arange(0, BLOCK), num_slots, num_experts)
-    counts = _count(expert, here, EXPERTS)
-    ends = _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS)
-    starts = ends - counts
-    _place_slots(
-        Ids, Tokens, Slots, Rows, 0, num_slots, num_experts, top_k,
-        starts, tl.sum(counts, 0), tl.zeros((), tl.int32), BLOCK, STEP, EXPERTS,
-    )  # fmt: skip
-    _write_tiles(Tiles, 0, capacity, starts, counts, num_experts, block_m, EXPERTS, TILES)
+    """The first programs place BLOCK slots each, the others count all slots and write TILES tiles each."""
+    block = tl.program_id(0) - tl.cdiv(num_slots, BLOCK)
+    others = tl.arange(0, STEP)
+    if block < 0:
+        slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        expert, here = _load_experts(Ids, slot, num_slots, num_experts)
+        key = tl.where(here, expert, num_experts).to(tl.int32)
+        place = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, num_slots, STEP):
+            other = first + others
+            other_expert, other_here = _load_experts(Ids, other, num_slots, num_experts)
+            other_key = tl.where(other_here, other_expert, num_experts).to(tl.int32)
+            earlier = (other_key[None, :] == key[:, None]) & (other[None, :] < slot[:, None])
+            place += tl.sum((earlier | (other_key[None, :] < key[:, None])).to(tl.int32), 1)
+        mask = slot < num_slots
+        tl.store(Rows + slot, tl.where(here, place, -1), mask=mask)
+        tl.store(Slots + place, slot, mask=mask)
+        tl.store(Tokens + place, slot // top_k, mask=mask)
+    else:
+        counts = tl.zeros((EXPERTS,), tl.int32)
+        for first in range(0, num_slots, STEP):
+            expert, here = _load_experts(Ids, first + others, num_slots, num_experts)
+            counts += _count(expert, here, EXPERTS)
+        ends = tl.cumsum(counts, 0)
+        if block == 0:
+            _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS)
+        _write_tiles(Tiles, block * TILES, capacity, ends - counts, counts, num_experts, block_m, EXPERTS, TILES)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts"])
@@ -141,16 +133,28 @@ def _place_kernel(
     before = tl.load(Before + block * num_experts + offs_e, mask=known, other=0)
     starts = tl.load(Offsets + offs_e, mask=known, other=0)
     counts = tl.load(Offsets + 1 + offs_e, mask=known, other=0) - starts
-    _place_slots(
-        Ids, Tokens, Slots, Rows, block * BLOCK, num_slots, num_experts, top_k,
-        starts + before, tl.load(Offsets + num_experts), tl.sum(before, 0), BLOCK, STEP, EXPERTS,
-    )  # fmt: skip
+    next_row = starts + before
+    num_kept = tl.load(Offsets + num_experts)
+    kept_before = tl.sum(before, 0)
+    for step in range(0, BLOCK, STEP):
+        slot = block * BLOCK + step + tl.arange(0, STEP)
+        expert, here = _load_experts(Ids, slot, num_slots, num_experts)
+        chosen = (expert[:, None] == offs_e[None, :]).to(tl.int32) * here[:, None].to(tl.int32)
+        row = tl.sum(chosen * (tl.cumsum(chosen, 0) - 1 + next_row[None, :]), 1)
+        kept = here.to(tl.int32)
+        dropped_row = num_kept + slot - (kept_before + tl.cumsum(kept, 0) - kept)
+        place = tl.where(here, row, dropped_row)
+        mask = slot < num_slots
+        tl.store(Rows + slot, tl.where(here, row, -1), mask=mask)
+        tl.store(Slots + place, slot, mask=mask)
+        tl.store(Tokens + place, slot // top_k, mask=mask)
+        next_row += tl.sum(chosen, 0)
+        kept_before += tl.sum(kept, 0)
     _write_tiles(Tiles, block * TILES, capacity, starts, counts, num_experts, block_m, EXPERTS, TILES)
 
 
-_FEW_SLOTS = 1024
-_FEW_TILES = 65536
-"""Tiles times experts that one program ranks at once."""
+_FEW_SLOTS = 4096
+"""Up to so many, looking at all of them for each takes less than two launches more."""
 
 
 def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -176,13 +180,14 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
     flat = ids.reshape(-1).contiguous()
     experts = max(16, next_power_of_2(num_experts))
     step = max(16, min(64, 8192 // experts))
-    all_tiles = next_power_of_2(max(1, capacity))
-    if num_slots <= _FEW_SLOTS and all_tiles * experts <= _FEW_TILES:
+    if num_slots <= _FEW_SLOTS:
+        block, tiles_each = 64, max(8, min(64, 8192 // experts))
+        programs = ceil_div(num_slots, block) + max(1, ceil_div(capacity, tiles_each))
         with on_device(ids.device):
-            _sort_few_kernel[(1,)](
+            _sort_few_kernel[(programs,)](
                 flat, tokens, slots, rows, offsets, tiles, num_tiles,
                 num_slots, num_experts, top_k, capacity, block_m,
-                BLOCK=max(step, next_power_of_2(max(1, num_slots))), STEP=step, EXPERTS=experts, TILES=all_tiles, num_warps=8,
+                BLOCK=block, STEP=64, EXPERTS=experts, TILES=tiles_each, num_warps=8,
             )  # fmt: skip
         return results
     block = max(step, 128 if num_slots < 16384 else 512)
