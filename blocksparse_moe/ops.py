@@ -177,11 +177,13 @@ def expert_mlp(
     arguments = (*flatten(topology, chosen), widths, activation, chosen)
     inputs = (x, up_proj, up_proj_bias, down_proj, down_proj_bias, routing_weights)
     ops = torch.ops.blocksparse_moe
-    if not recompute and torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+    if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        y = ops.expert_mlp(*inputs, *arguments)
+    elif recompute:
+        y = ops.expert_mlp_recompute(*inputs, *arguments)
+    else:
         pre, hidden = ops.expert_up(x, up_proj, up_proj_bias, *arguments)
         y = ops.expert_down(pre, hidden, down_proj, down_proj_bias, routing_weights, *arguments)
-    else:
-        y = ops.expert_mlp(*inputs, *arguments)
     return y.to(out_dtype)
 
 

@@ -52,6 +52,8 @@ def assert_describes(
 
     counts = [sum(experts[slot] == expert for slot in kept) for expert in range(E)]
     assert topology.counts.tolist() == counts
+    by_size = topology.experts_by_size()
+    assert by_size.dtype == torch.int32 and by_size.tolist() == sorted(range(E), key=lambda expert: -counts[expert])
     assert topology.offsets.tolist() == [sum(counts[:expert]) for expert in range(E + 1)]
     assert topology.row_experts().tolist() == [experts[slot] for slot in kept] + [E] * (M - num_rows)
     assert topology.to_dense_mask().tolist() == [
@@ -108,7 +110,8 @@ def test_sort_kernels(routing, layout, block_m):
     ids, E = ID_LAYOUTS[layout](routing.expert_ids), routing.num_experts
     expected = Topology.from_ids(ids.cpu(), E, block_ms=(block_m,))
     (schedule,) = expected.schedules
-    results = (expected.tokens, expected.slots, expected.rows, expected.offsets, schedule.tiles, schedule.num_tiles)
+    tables = (expected.experts_by_size(), schedule.tiles, schedule.num_tiles)
+    results = (expected.tokens, expected.slots, expected.rows, expected.offsets, *tables)
     for found, tensor in zip(sort_ids(ids, E, block_m), results, strict=True):
         assert found.dtype == tensor.dtype and torch.equal(found.cpu(), tensor)
 
@@ -120,10 +123,11 @@ def test_sort_kernels_in_one_launch_and_in_three(T, E):
 
     ids = large_ids(T, 2, E, outside=True)
     expected = Topology.from_ids(ids.cpu(), E, block_ms=(16,))
-    *fields, tiles, num_tiles = sort_ids(ids, E, 16)
+    *fields, by_size, tiles, num_tiles = sort_ids(ids, E, 16)
     for found, name in zip(fields, ("tokens", "slots", "rows", "offsets"), strict=True):
         assert torch.equal(found.cpu(), getattr(expected, name))
     assert torch.equal(tiles.cpu(), expected.schedules[0].tiles)
+    assert torch.equal(by_size.cpu(), expected.experts_by_size())
     assert num_tiles == (tiles[0] >= 0).sum()
 
 

@@ -15,11 +15,11 @@ _LIBRARY = torch.library.Library("blocksparse_moe", "DEF")
 
 TOPOLOGY = (
     "Tensor tokens, Tensor slots, Tensor rows, Tensor offsets, Tensor? token_slots, Tensor? token_offsets, "
-    "Tensor? tiles, Tensor? num_tiles, SymInt num_tokens, int block_m"
+    "Tensor? by_size, Tensor? tiles, Tensor? num_tiles, SymInt num_tokens, int block_m"
 )
 """A `Topology` as arguments of an op, which takes tensors and numbers only; see `flatten` and `unflatten`."""
 
-NUM_TOPOLOGY = 10
+NUM_TOPOLOGY = 11
 
 
 def define(name: str, arguments: str, returns: str, run: Callable, fake: Callable) -> Any:
@@ -54,6 +54,7 @@ def flatten(topology: Topology, implementation: str) -> tuple[Any, ...]:
         topology.offsets,
         topology.token_slots,
         topology.token_offsets,
+        topology.by_size,
         tiles,
         num_tiles,
         topology.num_tokens,
@@ -63,9 +64,9 @@ def flatten(topology: Topology, implementation: str) -> tuple[Any, ...]:
 
 def unflatten(arguments: Sequence[Any]) -> Topology:
     """The topology of the arguments `TOPOLOGY`."""
-    tokens, slots, rows, offsets, token_slots, token_offsets, tiles, num_tiles, num_tokens, block_m = arguments
+    tokens, slots, rows, offsets, token_slots, token_offsets, by_size, tiles, num_tiles, num_tokens, block_m = arguments
     schedules = () if tiles is None else (Schedule(block_m, tiles, num_tiles),)
-    return Topology(tokens, slots, rows, offsets, num_tokens, token_slots, token_offsets, schedules)
+    return Topology(tokens, slots, rows, offsets, num_tokens, token_slots, token_offsets, schedules, by_size)
 
 
 def columns_of(widths: Sequence[int] | None, width: int, topology: Topology) -> Columns:

@@ -6,7 +6,8 @@
 With dA' = sdd(dy, w_down) unscaled: dp = <dA', a>, dA = p dA', dw_down = dsd((p a).T, dy), a recomputed from pre; the form of
 dp is SonicMoE's, arXiv:2512.14080. Autograd frees pre when `down` returns, before dx and dw_up are made.
 
-`expert_mlp` is both as one node that saves its inputs only: for inference, and for training with recomputation.
+`expert_mlp_recompute` is both as one node that saves its inputs only. `expert_mlp` does the same and has no gradient, for
+inference: an op that has one costs more to call.
 
 Kernels read no row that was dropped. Such rows of pre, a and the gradient of pre are zeroed for those who read whole tensors:
 anomaly detection and opcheck.
@@ -233,11 +234,12 @@ _expert_down_grads = define(
     _expert_down_grads_fake,
 )
 differentiate("expert_down_backward", _no_second_order, _save_nothing)
-_expert_mlp = define(
-    "expert_mlp",
+_EXPERT_MLP = (
     f"Tensor x, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, Tensor? routing_weights, {EXPERTS}",
     "Tensor",
     _expert_mlp_run,
     _expert_mlp_fake,
 )
-differentiate("expert_mlp", _expert_mlp_backward, _expert_mlp_setup)
+define("expert_mlp", *_EXPERT_MLP)
+define("expert_mlp_recompute", *_EXPERT_MLP)
+differentiate("expert_mlp_recompute", _expert_mlp_backward, _expert_mlp_setup)

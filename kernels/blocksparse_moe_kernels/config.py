@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -39,6 +40,7 @@ class GemmConfig:
                 raise ValueError(f"GemmConfig: {name} must be a power of two of at least 16, as tensor cores need; got {size}.")
 
 
+@lru_cache(maxsize=64)
 def architecture_of(device: torch.device) -> int:
     """The architecture whose tiles suit `device`: the newest known one that is not newer; sm_90 for the interpreter."""
     if device.type != "cuda":
@@ -56,6 +58,7 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+@lru_cache(maxsize=64)
 def num_programs(device: torch.device) -> int:
     """Programs of a persistent kernel: one for each multiprocessor; few in the interpreter, so that each has several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -78,6 +81,7 @@ def choose_block_k(num_slots: int, num_experts: int) -> int:
     return next((depth for most, depth in ((8, 16), (64, 32)) if mean_rows <= most), 64)
 
 
+@lru_cache(maxsize=1024)
 def row_product_config(
     num_slots: int, num_experts: int, width: int, dtype: torch.dtype, device: torch.device, tma: bool = False
 ) -> GemmConfig:
@@ -106,6 +110,7 @@ def row_product_tile(
     return GemmConfig(block_m, 256, 64, 4, 4, tma) if tma else GemmConfig(block_m, 128, 64, 4, 3)
 
 
+@lru_cache(maxsize=1024)
 def column_product_config(
     num_slots: int, num_experts: int, dtype: torch.dtype, device: torch.device, tma: bool = False
 ) -> GemmConfig:

@@ -14,7 +14,7 @@ _HAS_TRITON = find_spec("triton") is not None
 _LIBRARY = torch.library.Library("blocksparse_moe_kernels", "DEF")
 _LIBRARY.define(
     "sort_ids(Tensor ids, int num_experts, int block_m) -> "
-    "(Tensor tokens, Tensor slots, Tensor rows, Tensor offsets, Tensor tiles, Tensor num_tiles)"
+    "(Tensor tokens, Tensor slots, Tensor rows, Tensor offsets, Tensor by_size, Tensor tiles, Tensor num_tiles)"
 )
 
 
@@ -36,7 +36,7 @@ def _run(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
 
 def _fake(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
     M = ids.numel()
-    shapes = ((M,), (M,), (M,), (num_experts + 1,), (3, tile_capacity(M, num_experts, block_m)), ())
+    shapes = ((M,), (M,), (M,), (num_experts + 1,), (num_experts,), (3, tile_capacity(M, num_experts, block_m)), ())
     return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 

@@ -84,6 +84,7 @@ class Topology:
         token_slots: [M] int32, slots in the order of their tokens; None when that order is the identity.
         token_offsets: [T + 1] int32, where each token's slots begin in `token_slots`; None when every token has K slots.
         schedules: row tiles made ahead of time, see `schedule`: those that were asked for, and on a GPU those of the products.
+        by_size: what `experts_by_size` returns, made ahead of time by `from_ids` on a GPU.
     """
 
     tokens: Tensor
@@ -94,6 +95,7 @@ class Topology:
     token_slots: Tensor | None = None
     token_offsets: Tensor | None = None
     schedules: tuple[Schedule, ...] = ()
+    by_size: Tensor | None = None
 
     # ---------------------------------------------------------------- constructors
 
@@ -121,9 +123,11 @@ class Topology:
         experts = _checked_ids("Topology.from_ids", "expert_ids", expert_ids.reshape(-1), num_experts)
         if has_kernel(expert_ids.device, num_experts):
             block_m = block_ms[0] if block_ms else choose_block_m(experts.numel(), num_experts)
-            tokens, slots, rows, offsets, tiles, num_tiles = sort_ids(expert_ids, num_experts, block_m)
-            schedules = (Schedule(block_m, tiles, num_tiles),)
-            return cls(tokens, slots, rows, offsets, num_tokens, schedules=schedules)._with_schedules(block_ms[1:])
+            tokens, slots, rows, offsets, by_size, tiles, num_tiles = sort_ids(expert_ids, num_experts, block_m)
+            topology = cls(
+                tokens, slots, rows, offsets, num_tokens, schedules=(Schedule(block_m, tiles, num_tiles),), by_size=by_size
+            )
+            return topology._with_schedules(block_ms[1:])
         slots, rows, offsets = _sort_by(experts, num_experts)
         tokens = torch.div(slots, top_k, rounding_mode="floor") if top_k else slots
         return cls(tokens, slots, rows, offsets, num_tokens)._with_schedules(block_ms)
@@ -220,6 +224,10 @@ class Topology:
         row = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
         return torch.searchsorted(self.offsets, row, right=True) - 1
 
+    def experts_by_size(self) -> Tensor:
+        """[E] int32, experts by falling number of rows, those of one number in their own order."""
+        return self.counts.argsort(descending=True, stable=True).int() if self.by_size is None else self.by_size
+
     def schedule(self, block_m: int) -> Schedule:
         """Row tiles of height `block_m` (at least 1), made now unless a constructor was asked for them."""
         for schedule in self.schedules:
@@ -279,9 +287,8 @@ class Topology:
         if not block_ms:
             return self
         schedules = self.schedules + tuple(self.schedule(block_m) for block_m in block_ms)
-        return Topology(
-            self.tokens, self.slots, self.rows, self.offsets, self.num_tokens, self.token_slots, self.token_offsets, schedules
-        )
+        tables = (self.tokens, self.slots, self.rows, self.offsets, self.num_tokens, self.token_slots, self.token_offsets)
+        return Topology(*tables, schedules, self.by_size)
 
 
 def _checked_ids(operation: str, name: str, ids: Tensor, num_experts: int) -> Tensor:

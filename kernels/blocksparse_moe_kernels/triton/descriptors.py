@@ -9,6 +9,8 @@ the row dimension to wherever the last row of a tile lies. The trick is that of 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,22 +23,35 @@ _END = tl.constexpr(_HOST_END)
 _UNBOUNDED = 2**31 - 2**16
 
 
+class Descriptor(TensorDescriptor):
+    """Of a tensor that `describable` has passed: Triton checks every descriptor again, which costs a launch a third of its time."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
 def describable(tensor: Tensor) -> bool:
     """Whether the TMA kernels can read `tensor`: 16-bit elements, the last axis dense, its start and other strides multiples
     of 16 bytes."""
-    *strides, last = tensor.stride()
     return (
-        tensor.element_size() == 2
-        and last == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(0 < stride < 2**33 and stride % 8 == 0 for stride in strides)
-        and 0 < min(tensor.shape) <= max(tensor.shape) < _HOST_END
+        tensor.element_size() == 2 and tensor.data_ptr() % 16 == 0 and _lies_describably(tuple(tensor.shape), tensor.stride())
+    )
+
+
+@lru_cache(maxsize=1024)
+def _lies_describably(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether 16-bit elements of these strides do."""
+    *others, last = strides
+    return (
+        last == 1
+        and all(0 < stride < 2**33 and stride % 8 == 0 for stride in others)
+        and 0 < min(shape) <= max(shape) < _HOST_END
     )
 
 
 def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
     """Tiles of a tensor, not clipped but at its own edges."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+    return Descriptor(tensor, tensor.shape, tensor.stride(), block)
 
 
 def weight_form(weight: StackedWeight) -> Tensor | None:
@@ -64,7 +79,7 @@ def describe_rows(values: Tensor | None, block_m: int, block_n: int, halves: int
         return None
     row, columns = values.stride(0), values.shape[1] // halves
     shape, strides = [_UNBOUNDED, _UNBOUNDED, _HOST_END, halves, columns], [2**34 - row, row, row, columns, 1]
-    return TensorDescriptor(values, shape, strides, [1, 1, block_m, 1, block_n])
+    return Descriptor(values, shape, strides, [1, 1, block_m, 1, block_n])
 
 
 @triton.jit

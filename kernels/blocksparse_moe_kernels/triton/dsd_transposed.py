@@ -32,13 +32,13 @@ from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight
 @triton.jit
 def _dsd_transposed_kernel(
     S, X, Out,                                             # [M, HALVES * N], [T or M, H], [E, HALVES, N, H]
-    Tokens, Offsets, ColumnOffsets, BlockOffsets,          # [M], [E + 1] each
+    Tokens, BySize, Offsets, ColumnOffsets, BlockOffsets,  # [M], [E], [E + 1] each
     stride_sm, stride_sn, stride_xt, stride_xh, stride_oe, stride_og, stride_on, stride_oh,
     H, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     HALVES: tl.constexpr, VARIED: tl.constexpr, GATHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(1)
+    expert = tl.load(BySize + tl.program_id(1))
     num_column_tiles = tl.cdiv(N, BLOCK_M)
     pid_m, pid_n = grouped_order(tl.program_id(0), HALVES * num_column_tiles, tl.cdiv(H, BLOCK_N), GROUP)
     half = pid_m // num_column_tiles
@@ -92,7 +92,7 @@ def _dsd_transposed_kernel(
 @triton.jit
 def _dsd_transposed_tma_kernel(
     S, X, Out,                                             # descriptors of [M, 1, N] and of the result; [T or M, H]
-    Tokens, Offsets,                                       # [M], [E + 1]
+    Tokens, BySize, Offsets,                               # [M], [E], [E + 1]
     stride_xt, stride_xh,
     num_experts, H, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -101,6 +101,9 @@ def _dsd_transposed_tma_kernel(
     """Persistent, and computed as w_e^T = x_e^T s_e: the narrow side of a tile is the one to gather.
 
     Rows behind those of the expert are zeros on both sides, whatever memory holds there.
+
+    Tiles cost what their experts have of rows. They are dealt out by falling cost, forth and back, so that all programs end
+    at about one time.
 
     Rows are looked up two steps ahead. The compiler puts the addresses of the next copy before the product of this step, where
     they would wait for an index that was looked up in the step before. Nor does it pipeline a loop that only renames
@@ -111,9 +114,13 @@ def _dsd_transposed_tma_kernel(
     zero = tl.load(Offsets)
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    for number in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
-        expert = number // per_expert
-        pid_m, pid_n = grouped_order(number % per_expert, num_columns, num_hidden, GROUP)
+    num_tiles, num_programs = num_experts * per_expert, tl.num_programs(0)
+    for number in tl.range(tl.program_id(0), num_tiles, num_programs):
+        turn = number // num_programs
+        back = (turn % 2 == 1) & ((turn + 1) * num_programs <= num_tiles)
+        tile = tl.where(back, (2 * turn + 1) * num_programs - 1 - number, number)
+        expert = tl.load(BySize + tile // per_expert)
+        pid_m, pid_n = grouped_order(tile % per_expert, num_columns, num_hidden, GROUP)
         column, hidden = pid_m * BLOCK_M, pid_n * BLOCK_N
         first_row = tl.load(Offsets + expert)
         num_rows = tl.load(Offsets + expert + 1) - first_row
@@ -176,19 +183,20 @@ def dsd_transposed(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
         "GATHER": order == "tokens", "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
+    by_size = topology.experts_by_size()
     with on_device(x.device):
         if form is not None and config.tma:
             _dsd_transposed_tma_kernel[(min(tiles * topology.num_experts, num_programs(x.device)),)](
                 describe_rows(s.values, config.block_k, config.block_m), x,
                 describe_weight(form, weight, config.block_m, config.block_n),
-                topology.tokens, topology.offsets, *x.stride(), topology.num_experts, hidden_size, columns,
+                topology.tokens, by_size, topology.offsets, *x.stride(), topology.num_experts, hidden_size, columns,
                 DENSE_HIDDEN=form is weight.data, **flags,
             )  # fmt: skip
             return out
         tables = ColumnTables.of(topology, weight.columns)
         _dsd_transposed_kernel[(tiles, topology.num_experts)](
             s.values, x, weight.data,
-            topology.tokens, topology.offsets, tables.column_offsets, tables.block_offsets,
+            topology.tokens, by_size, topology.offsets, tables.column_offsets, tables.block_offsets,
             *value_strides(s), *x.stride(), *weight.strides, hidden_size, columns,
             HALVES=weight.halves, VARIED=tables.varied, PRECISION=fp32_precision(), **flags,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Topology: a stable counting sort of the slots by expert, and the row tiles.
 
     count      slots of each expert in each block of slots              ids [M] -> counts [blocks, E]
-    scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]
+    scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]; by_size [E]
     place      slot -> row and back, and this block's share of tiles    rows, slots, tokens [M]; tiles [3, capacity]
 
 Few slots are sorted in one launch instead: a slot's place is the number of slots that come before it, all of which it looks
@@ -61,9 +61,21 @@ def _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS: tl.c
     tl.store(NumTiles, tl.sum((counts + block_m - 1) // block_m, 0))
 
 
+@triton.jit
+def _write_by_size(BySize, counts, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Experts by falling number of rows, those of one number in their own order."""
+    offs_e = tl.arange(0, EXPERTS)
+    for first in range(0, num_experts, CHUNK):
+        expert = first + tl.arange(0, CHUNK)
+        count = tl.sum(tl.where(expert[:, None] == offs_e[None, :], counts[None, :], 0), 1)
+        earlier = (counts[None, :] == count[:, None]) & (offs_e[None, :] < expert[:, None])
+        place = tl.sum((earlier | (counts[None, :] > count[:, None])).to(tl.int32), 1)
+        tl.store(BySize + place, expert, mask=expert < num_experts)
+
+
 @triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
 def _sort_few_kernel(
-    Ids, Tokens, Slots, Rows, Offsets, Tiles, NumTiles,
+    Ids, Tokens, Slots, Rows, Offsets, BySize, Tiles, NumTiles,
     num_slots, num_experts, top_k, capacity, block_m,
     BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +105,7 @@ def _sort_few_kernel(
         ends = tl.cumsum(counts, 0)
         if block == 0:
             _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS)
+            _write_by_size(BySize, counts, num_experts, EXPERTS, TILES)
         _write_tiles(Tiles, block * TILES, capacity, ends - counts, counts, num_experts, block_m, EXPERTS, TILES)
 
 
@@ -106,8 +119,10 @@ def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPE
 
 @triton.jit(do_not_specialize=["num_blocks", "num_experts", "block_m"])
 def _scan_kernel(
-    Counts, Offsets, NumTiles, num_blocks, num_experts, block_m, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
-):
+    Counts, Offsets, BySize, NumTiles,
+    num_blocks, num_experts, block_m,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """One program: `Counts` becomes the number of each expert's slots before the block."""
     offs_e = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -119,6 +134,7 @@ def _scan_kernel(
         tl.store(ptrs, tl.cumsum(counts, 0) - counts + total[None, :], mask=mask)
         total += tl.sum(counts, 0)
     _write_totals(Offsets, NumTiles, total, num_experts, block_m, EXPERTS)
+    _write_by_size(BySize, total, num_experts, EXPERTS, CHUNK)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
@@ -157,7 +173,7 @@ _FEW_SLOTS = 4096
 """Up to so many, looking at all of them for each takes less than two launches more."""
 
 
-def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
     """Everything of `Topology.from_ids`, with one schedule.
 
     Args:
@@ -166,7 +182,7 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
             to be worth it.
         block_m: height of the row tiles, at least 1.
     Returns:
-        tokens [M], slots [M], rows [M], offsets [E + 1], tiles [3, capacity] and num_tiles [], all int32.
+        tokens [M], slots [M], rows [M], offsets [E + 1], by_size [E], tiles [3, capacity] and num_tiles [], all int32.
     """
     num_slots, top_k = ids.numel(), max(1, ids.shape[1])
     capacity = tile_capacity(num_slots, num_experts, block_m)
@@ -175,8 +191,8 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
     tokens, slots, rows, offsets = new(num_slots), new(num_slots), new(num_slots), new(num_experts + 1)
-    tiles, num_tiles = new(3, capacity), new()
-    results = (tokens, slots, rows, offsets, tiles, num_tiles)
+    by_size, tiles, num_tiles = new(num_experts), new(3, capacity), new()
+    results = (tokens, slots, rows, offsets, by_size, tiles, num_tiles)
     flat = ids.reshape(-1).contiguous()
     experts = max(16, next_power_of_2(num_experts))
     step = max(16, min(64, 8192 // experts))
@@ -185,7 +201,7 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
         programs = ceil_div(num_slots, block) + max(1, ceil_div(capacity, tiles_each))
         with on_device(ids.device):
             _sort_few_kernel[(programs,)](
-                flat, tokens, slots, rows, offsets, tiles, num_tiles,
+                flat, tokens, slots, rows, offsets, by_size, tiles, num_tiles,
                 num_slots, num_experts, top_k, capacity, block_m,
                 BLOCK=block, STEP=64, EXPERTS=experts, TILES=tiles_each, num_warps=8,
             )  # fmt: skip
@@ -197,7 +213,7 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tenso
         if num_blocks:
             _count_kernel[(num_blocks,)](flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
         _scan_kernel[(1,)](
-            before, offsets, num_tiles, num_blocks, num_experts, block_m,
+            before, offsets, by_size, num_tiles, num_blocks, num_experts, block_m,
             EXPERTS=experts, CHUNK=max(1, min(64, 16384 // experts)), num_warps=8,
         )  # fmt: skip
         if num_blocks:
