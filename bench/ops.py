@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import blocksparse_moe
 from blocksparse_moe.products import implementation, why_not
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
-from blocksparse_moe_kernels.config import choose_block_m
 
 from .check import reference_dtype
-from .inputs import Case, make_router
+from .inputs import Case, make_router, random_dense, random_sparse, rows_of
 from .peers import PEERS, build_peers
 from .variants import Layer, Task, Variant
 
@@ -163,8 +162,8 @@ def _dense_layer(case: Case, stage: str) -> Variant:
     """Two GEMMs of the forward pass, and four of the backward pass, as if the M rows had one expert."""
     M, H, F = case.shape.M, case.shape.H, case.shape.F
     up, down = case.up_proj[0], case.down_proj[0]
-    x, y = _normal(case, M, H), _normal(case, M, H)
-    pre, hidden = _normal(case, M, 2 * F), _normal(case, M, F)
+    x, y = random_dense(case, M, H), random_dense(case, M, H)
+    pre, hidden = random_dense(case, M, 2 * F), random_dense(case, M, F)
 
     def forward() -> tuple[Tensor, ...]:
         return x @ up.T, hidden @ down.T
@@ -216,8 +215,8 @@ def topology(case: Case, choice: Choice) -> list[Task]:
 
 def sdd(case: Case, choice: Choice) -> list[Task]:
     """Up-projection: gathered tokens times the weights of their experts, without the activation."""
-    x, w, rows = case.x, case.up_proj, _rows(case)
-    dense = _normal(case, case.shape.M, case.shape.H)
+    x, w, rows = case.x, case.up_proj, rows_of(case)
+    dense = random_dense(case, case.shape.M, case.shape.H)
     variants = [
         *_ours(case, choice, lambda backend: blocksparse_moe.sdd(x, w, rows, backend=backend).values),
         Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
@@ -227,7 +226,7 @@ def sdd(case: Case, choice: Choice) -> list[Task]:
 
 def dsd(case: Case, choice: Choice) -> list[Task]:
     """Down-projection: the block-sparse hidden activation times the weights, rows in expert order."""
-    s, w = _random_sparse(case, case.shape.F), case.down_proj.transpose(1, 2)
+    s, w = random_sparse(case, case.shape.F), case.down_proj.transpose(1, 2)
     variants = [
         *_ours(case, choice, lambda backend: blocksparse_moe.dsd(s, w, backend=backend)),
         Variant("dense matmul", "roof", lambda: (s.values @ w[0],)),
@@ -237,8 +236,8 @@ def dsd(case: Case, choice: Choice) -> list[Task]:
 
 def combine(case: Case, choice: Choice) -> list[Task]:
     """Rows back to tokens, weighted; the roof is a copy of as many bytes."""
-    rows, weights = _rows(case), case.routing_weights
-    y = _normal(case, case.shape.M, case.shape.H)
+    rows, weights = rows_of(case), case.routing_weights
+    y = random_dense(case, case.shape.M, case.shape.H)
     moved = y.nbytes + case.x.nbytes + weights.nbytes + rows.rows.nbytes
     variants = [
         *_ours(case, choice, lambda backend: blocksparse_moe.combine(y, rows, weights, backend=backend)),
@@ -249,8 +248,8 @@ def combine(case: Case, choice: Choice) -> list[Task]:
 
 def grad_hidden(case: Case, choice: Choice) -> list[Task]:
     """Gradient of the hidden activation, SDD: gathered rows of the output's gradient times the down-projection."""
-    grad, w, rows = case.grad, case.down_proj.transpose(1, 2), _rows(case)
-    dense = _normal(case, case.shape.M, case.shape.H)
+    grad, w, rows = case.grad, case.down_proj.transpose(1, 2), rows_of(case)
+    dense = random_dense(case, case.shape.M, case.shape.H)
     variants = [
         *_ours(case, choice, lambda backend: implementation(backend).sdd(grad, w, rows).values),
         Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
@@ -265,8 +264,8 @@ def activation_backward(case: Case, choice: Choice) -> list[Task]:
     The pass overwrites the gradient of the hidden activation with the scaled activation. Here one is equal to the other, so
     that every call finds what the first one found.
     """
-    activation, rows, weights = get_activation("swiglu"), _rows(case), case.routing_weights
-    pre = _random_sparse(case, 2 * case.shape.F)
+    activation, rows, weights = get_activation("swiglu"), rows_of(case), case.routing_weights
+    pre = random_sparse(case, 2 * case.shape.F)
     scale = weights.reshape(-1)[rows.slots.long(), None]
     grad = (scale * activation(_wide(pre.values))).to(case.dtype)
 
@@ -294,13 +293,13 @@ def activation_backward(case: Case, choice: Choice) -> list[Task]:
 
 def grad_down(case: Case, choice: Choice) -> list[Task]:
     """Gradient of the down-projection: the transposed scaled activation times gathered rows of the output's gradient."""
-    s, grad, like = _random_sparse(case, case.shape.F), case.grad, case.down_proj.transpose(1, 2)
+    s, grad, like = random_sparse(case, case.shape.F), case.grad, case.down_proj.transpose(1, 2)
     return [_transposed("grad_down", case, choice, s, grad, like, halves=1)]
 
 
 def grad_rows(case: Case, choice: Choice) -> list[Task]:
     """Gradient of the gathered tokens, DSD: that of the pre-activation times the up-projection, rows in expert order."""
-    s, w = _random_sparse(case, 2 * case.shape.F), case.up_proj
+    s, w = random_sparse(case, 2 * case.shape.F), case.up_proj
     variants = [
         *_ours(case, choice, lambda backend: implementation(backend).dsd(s, w)),
         Variant("dense matmul", "roof", lambda: (s.values @ w[0],)),
@@ -310,13 +309,13 @@ def grad_rows(case: Case, choice: Choice) -> list[Task]:
 
 def grad_up(case: Case, choice: Choice) -> list[Task]:
     """Gradient of the up-projection: that of the pre-activation, transposed, times gathered tokens."""
-    s = _random_sparse(case, 2 * case.shape.F)
+    s = random_sparse(case, 2 * case.shape.F)
     return [_transposed("grad_up", case, choice, s, case.x, case.up_proj, halves=2)]
 
 
 def _transposed(op: str, case: Case, choice: Choice, s: BlockSparse, x: Tensor, like: Tensor, *, halves: int) -> Task:
     """The product of s [M, N], transposed, and x [T, H]: a weight gradient [E, N, H] that lies in memory as `like`."""
-    dense = _normal(case, case.shape.M, case.shape.H)
+    dense = random_dense(case, case.shape.M, case.shape.H)
 
     def call(backend: str) -> Tensor:
         return implementation(backend).dsd_transposed(s, x, order="tokens", like=like)
@@ -362,12 +361,6 @@ def _values_of_sdd(x: Tensor, w: Tensor, rows: Topology) -> tuple[Tensor, ...]:
     return (reference.sdd(_wide(x), _wide(w), rows).values,)
 
 
-def _rows(case: Case) -> Topology:
-    """The topology of a case with the schedule that the kernels choose, so that it isn't made inside the timing."""
-    block_m = choose_block_m(case.shape.M, case.shape.E)
-    return Topology.from_ids(case.expert_ids, case.shape.E, block_ms=(block_m,))
-
-
 def _flops(case: Case, halves: int) -> int:
     return 2 * halves * case.shape.M * case.shape.H * case.shape.F
 
@@ -377,14 +370,6 @@ def _copy(case: Case, moved: int, name: str = "copy") -> Variant:
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=case.device)
     target = torch.empty_like(source)
     return Variant(name, "roof", lambda: (target.copy_(source),))
-
-
-def _normal(case: Case, *size: int) -> Tensor:
-    return torch.randn(size, dtype=case.dtype, device=case.device)
-
-
-def _random_sparse(case: Case, width: int) -> BlockSparse:
-    return BlockSparse(_normal(case, case.shape.M, width), _rows(case), Columns.equal(width, case.shape.E))
 
 
 def _wide(tensor: Tensor) -> Tensor:
