@@ -17,8 +17,9 @@ from blocksparse_moe.products import why_not
 from blocksparse_moe_kernels.config import architecture_of
 
 from .compare import compare as compare_results
-from .ops import OPS, STAGES, Choice
-from .peers import PEERS
+from .lineup import STAGES, Choice
+from .ops import OPS
+from .peers import peer_names
 from .report import Result, read_csv
 from .runner import Plan, run
 from .shapes import GPU_SHAPES, SHAPES, Shape, parse_shape
@@ -39,7 +40,7 @@ Tokens = Annotated[list[int], typer.Option("--tokens", min=1, help="Replaces T o
 Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(_DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1 or cpu. Default: the GPU, if there is one.")]
 Backends = Annotated[list[str], typer.Option("--backend", help="triton or torch. Repeatable. Default: all that run here.")]
-Peers = Annotated[list[str], typer.Option("--peer", help=f"{', '.join(PEERS)}, or none. Repeatable. Default: all.")]
+Peers = Annotated[list[str], typer.Option("--peer", help=f"{', '.join(peer_names())}, or none. Repeatable. Default: all.")]
 Stages = Annotated[list[str], typer.Option("--stage", help=f"Of the layer: {', '.join(STAGES)}. Repeatable. Default: all.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Length of a variant's window, for one stage.")]
 Windows = Annotated[int, typer.Option("--windows", min=1, help="Windows of each variant.")]
@@ -104,7 +105,7 @@ def _command(op: str) -> Callable[..., None]:
         choice = Choice(
             stages=stages or STAGES,
             backends=_known("--backend", backend, ("triton", "torch")) or None,
-            peers=() if peer == ["none"] else _known("--peer", peer, tuple(PEERS)) or tuple(PEERS),
+            peers=() if peer == ["none"] else _known("--peer", peer, peer_names()) or peer_names(),
         )
         lineups = [(op, one, law) for one in shapes for law in _skews(skew) or (_SKEW, 0.0)]
         _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv, graph), threads)

@@ -14,7 +14,8 @@ from bench import ops, peers, runner
 from bench.__main__ import app
 from bench.check import disagreement
 from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
-from bench.ops import OPS, Choice
+from bench.lineup import STAGES, Choice
+from bench.ops import OPS
 from bench.report import CsvFile, Result, read_csv
 from bench.runner import run_task
 from bench.shapes import SHAPES, Shape, parse_shape
@@ -247,10 +248,10 @@ def test_a_failed_check_prints_no_figure(monkeypatch, tmp_path, planted, reason)
     path = tmp_path / "results.csv"
     result = bench("expert_mlp", *ARGUMENTS, "--peer", "planted", "--skew", "0", "--csv", str(path))
     assert result.exit_code == 0, "only a failure of ours is an error of the run"
-    assert result.output.count("FAILED") == 2 * len(ops.STAGES) and reason in result.output
+    assert result.output.count("FAILED") == 2 * len(STAGES) and reason in result.output
     with path.open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["variant"] == "planted"]
-    assert len(lines) == len(ops.STAGES)
+    assert len(lines) == len(STAGES)
     for line in lines:
         assert line["check"].startswith("FAILED") and reason in line["check"]
         assert not any(line[figure] for figure in ("ms", "spread", "tflops", "share_of_roof", "over_fastest_peer"))
