@@ -17,7 +17,7 @@ from .check import reference_dtype
 from .inputs import Case, make_router, random_dense, random_sparse, rows_of
 from .lineup import Choice, copy_of, name_of, ours, part, wide
 from .peers import build_peers
-from .products import dsd, grad_down, grad_hidden, grad_rows, grad_up, sdd
+from .products import dsd, grad_down, grad_hidden, grad_rows, grad_up, sdd, sdd_activation
 from .variants import Layer, Task, Variant
 
 # -------------------------------------------------------------------- the layer
@@ -248,6 +248,7 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
         router,
         topology,
         sdd,
+        sdd_activation,
         dsd,
         combine,
         grad_hidden,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import blocksparse_moe
 from blocksparse_moe.products import implementation
-from blocksparse_moe_kernels import BlockSparse, Topology, reference
+from blocksparse_moe_kernels import BlockSparse, Topology, get_activation, reference
 
 from .inputs import Case, random_dense, random_sparse, rows_of
-from .lineup import Choice, ours, part, wide, wide_sparse
+from .lineup import Choice, name_of, ours, part, wide, wide_sparse
 from .peers import build_product_peers
 from .variants import Task, Variant
 
@@ -28,6 +28,30 @@ def sdd(case: Case, choice: Choice) -> list[Task]:
     ]
     expected = partial(_values_of_sdd, x, w, rows)
     return [part("sdd", variants, expected, flops=_flops(case, halves=2), left_out=left_out)]
+
+
+def sdd_activation(case: Case, choice: Choice) -> list[Task]:
+    """Up-projection with SwiGLU in the same kernel: forward writes the pre-activation too, inference does not."""
+    x, w, rows, activation = case.x, case.up_proj, rows_of(case), get_activation("swiglu")
+    dense = random_dense(case, case.shape.M, case.shape.H)
+
+    def task(stage: str, save_pre: bool) -> Task:
+        def variant(backend: str) -> Variant:
+            def run() -> tuple[Tensor, ...]:
+                pre, hidden = implementation(backend).sdd_activation(x, w, rows, activation, save_pre=save_pre)
+                return (pre.values, hidden.values) if save_pre else (hidden.values,)
+
+            return Variant(name_of(backend), "ours", run)
+
+        def expected() -> tuple[Tensor, ...]:
+            (pre,) = _values_of_sdd(x, w, rows)
+            return (pre, activation(pre)) if save_pre else (activation(pre),)
+
+        variants = [variant(backend) for backend in choice.backends_for(case)]
+        variants.append(Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)))
+        return part("sdd_activation", variants, expected, stage=stage, flops=_flops(case, halves=2))
+
+    return [task("forward", save_pre=True), task("inference", save_pre=False)]
 
 
 def dsd(case: Case, choice: Choice) -> list[Task]:

@@ -230,6 +230,16 @@ def test_a_pass_that_overwrites_its_input_finds_it_again(case):
         assert disagreement(ours.run(), expected, case.dtype) is None
 
 
+def test_sdd_activation_saves_the_pre_activation_for_a_backward_pass(case):
+    forward, inference = ops.sdd_activation(case, Choice(backends=("torch",)))
+    assert (forward.stage, inference.stage) == ("forward", "inference")
+    for task, results in ((forward, 2), (inference, 1)):
+        ours, roof = task.variants
+        assert roof.kind == "roof" and task.flops == 4 * case.shape.M * case.shape.H * case.shape.F
+        assert len(ours.run()) == results
+        assert disagreement(ours.run(), task.expected(), case.dtype) is None
+
+
 def wrong(case: Case) -> Layer:
     layer = ops._our_layer(case, "torch")
     return Layer("planted", "peer", layer.leaves, lambda: layer.forward() * 1.001)
