@@ -27,6 +27,7 @@ from torch import Tensor
 from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import get_activation
 from blocksparse_moe_kernels.config import (
+    HAVE_TMA,
     SHARED_MEMORY_KB,
     GemmConfig,
     TileKey,
@@ -55,6 +56,7 @@ _SIDES, _STEPS, _WARPS, _DEEPEST = (64, 128, 256), (32, 64, 128), (4, 8), 5
 _MOST_SUMS, _LEAST_SUMS = 128, 32
 """Registers of a thread that hold sums: more are spilled, and fewer of them do not need as many threads."""
 _FEW_ROWS = 4096
+"""At most so many are timed as CUDA graphs, whose memory all candidates hold at once."""
 
 Timer = Callable[[dict[str, Work]], dict[str, Timing]]
 
@@ -177,7 +179,8 @@ def candidates(key: TileKey, present: GemmConfig, architecture: int) -> list[Gem
     """The present tile, and those that may be faster: of each size and number of warps the two deepest pipelines that fit.
 
     What surely does not fit into shared memory, or into the registers, is not among them; the compiler may need more for
-    its own purposes, which a launch finds out.
+    its own purposes, which a launch finds out. Tensor cores that read shared memory themselves (of 64 rows at least) keep as
+    many steps there as the pipeline is deep, others one less.
     """
     given = (key.block,)
     sizes = product(given, _SIDES, _STEPS) if key.product == "rows" else product(_SIDES, _SIDES, given)
@@ -186,8 +189,8 @@ def candidates(key: TileKey, present: GemmConfig, architecture: int) -> list[Gem
         sums = m * n // (32 * warps)
         if sums > _MOST_SUMS or (sums < _LEAST_SUMS and warps > _WARPS[0]):
             continue
-        bytes_a_step = (m + n) * k * DTYPE.itemsize
-        deepest = min(_DEEPEST, SHARED_MEMORY_KB[architecture] * 1024 // bytes_a_step)
+        steps = SHARED_MEMORY_KB[architecture] * 1024 // ((m + n) * k * DTYPE.itemsize)
+        deepest = min(_DEEPEST, steps if architecture in HAVE_TMA and m >= 64 else steps + 1)
         found += [GemmConfig(m, n, k, warps, depth, key.path == "tma") for depth in range(max(2, deepest - 1), deepest + 1)]
     return list(dict.fromkeys(found))
 

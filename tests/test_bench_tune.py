@@ -77,7 +77,8 @@ def test_candidates_are_few_fit_and_begin_with_the_present_tile(architecture):
         for tile in others:
             assert (tile.block_m if key.product == "rows" else tile.block_k) == key.block
             assert tile.tma == (key.path == "tma")
-            assert 2 * tile.num_stages * tile.block_k * (tile.block_m + tile.block_n) <= 1024 * SHARED_MEMORY_KB[architecture]
+            steps = tile.num_stages if architecture in (90, 100) and tile.block_m >= 64 else tile.num_stages - 1
+            assert 2 * steps * tile.block_k * (tile.block_m + tile.block_n) <= 1024 * SHARED_MEMORY_KB[architecture]
             assert 2 <= tile.num_stages <= 5 and tile.block_m * tile.block_n <= 128 * 32 * tile.num_warps
 
 

@@ -107,8 +107,8 @@ def _measured_tile(architecture: int, key: TileKey) -> GemmConfig | None:
         return None
     if key not in tiles:
         raise LookupError(
-            f"config: the table of measured tiles for sm_{architecture} has no entry for {key}. `python -m bench tune` writes "
-            "a complete one."
+            f"config: the table of tiles for sm_{architecture} must have an entry for every key; it has none for {key}. Add a "
+            "tile that works, and `python -m bench tune` looks for a faster one."
         )
     return tiles[key]
 
