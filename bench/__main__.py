@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -12,12 +13,18 @@ import torch
 import typer
 from rich.console import Console
 
+from blocksparse_moe.products import why_not
+from blocksparse_moe_kernels.config import architecture_of
+
 from .compare import compare as compare_results
-from .ops import OPS, STAGES, Choice
-from .peers import PEERS
+from .lineup import STAGES, Choice
+from .ops import OPS
+from .peers import peer_names
 from .report import Result, read_csv
 from .runner import Plan, run
-from .shapes import SHAPES, Shape, parse_shape
+from .shapes import GPU_SHAPES, SHAPES, Shape, parse_shape
+from .timing import measure
+from .tune import PRODUCTS, tune_table
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -33,13 +40,14 @@ Tokens = Annotated[list[int], typer.Option("--tokens", min=1, help="Replaces T o
 Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(_DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1 or cpu. Default: the GPU, if there is one.")]
 Backends = Annotated[list[str], typer.Option("--backend", help="triton or torch. Repeatable. Default: all that run here.")]
-Peers = Annotated[list[str], typer.Option("--peer", help=f"{', '.join(PEERS)}, or none. Repeatable. Default: all.")]
+Peers = Annotated[list[str], typer.Option("--peer", help=f"{', '.join(peer_names())}, or none. Repeatable. Default: all.")]
 Stages = Annotated[list[str], typer.Option("--stage", help=f"Of the layer: {', '.join(STAGES)}. Repeatable. Default: all.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Length of a variant's window, for one stage.")]
 Windows = Annotated[int, typer.Option("--windows", min=1, help="Windows of each variant.")]
 Graph = Annotated[bool, typer.Option("--graph", help="Time CUDA graphs of inference and of the parts.")]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the results to this file.")]
 CsvArgument = Annotated[Path, typer.Argument(metavar="CSV", help="Written by an earlier run with --csv.")]
+Products = Annotated[list[str], typer.Option("--product", help=f"{', '.join(PRODUCTS)}. Repeatable. Default: all.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of torch on a CPU.")]
 
 
@@ -97,7 +105,7 @@ def _command(op: str) -> Callable[..., None]:
         choice = Choice(
             stages=stages or STAGES,
             backends=_known("--backend", backend, ("triton", "torch")) or None,
-            peers=() if peer == ["none"] else _known("--peer", peer, tuple(PEERS)) or tuple(PEERS),
+            peers=() if peer == ["none"] else _known("--peer", peer, peer_names()) or peer_names(),
         )
         lineups = [(op, one, law) for one in shapes for law in _skews(skew) or (_SKEW, 0.0)]
         _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv, graph), threads)
@@ -135,6 +143,35 @@ def compare(old: CsvArgument, new: CsvArgument) -> None:
     """
     if compare_results(_read(old), _read(new), _console()):
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    output: Annotated[Path | None, typer.Option("--output", help="A new file. Default: configs-sm_XX.json.")] = None,
+    shape: Shapes = [],  # noqa: B006 - typer copies it
+    product: Products = [],  # noqa: B006
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="Length of each of a candidate's windows.")] = 0.1,
+) -> None:
+    """Measure the tiles of the products on this GPU, and write the table of its architecture for review.
+
+    Candidates must compute what the present tile computes; the present one stays unless another is more than 4 % faster,
+    over all shapes that look an entry up. Nothing is tuned at call time: the package reads the table that it ships.
+    """
+    if not torch.cuda.is_available():
+        _refuse(f"tune: tiles are measured on a CUDA GPU; torch {torch.__version__} sees none.")
+    device = torch.device("cuda")
+    if reason := why_not("triton", device, torch.bfloat16):
+        _refuse(f"tune: backend 'triton' {reason}.")
+    shapes, products = _shapes(shape or list(GPU_SHAPES)), _known("--product", product, tuple(PRODUCTS)) or tuple(PRODUCTS)
+    output = output or Path(f"configs-sm_{architecture_of(device)}.json")
+    if output.exists():
+        _refuse(f"--output: {output} exists and is not overwritten; name another file.")
+    try:
+        tune_table(output, products, shapes, device, partial(measure, device=device, seconds=seconds, windows=3), _console())
+    except OSError as error:
+        _refuse(f"--output: {output} cannot be written: {error.strerror or error}.")
+    except (RuntimeError, ValueError) as error:
+        _refuse(f"tune: {error}")
 
 
 def _read(path: Path) -> list[Result]:

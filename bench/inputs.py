@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blocksparse_moe_kernels import BlockSparse, Columns, Topology
+from blocksparse_moe_kernels.config import choose_block_m
+
 from .shapes import Shape
 
 HOTTEST = 8
@@ -79,6 +82,21 @@ def make_case(shape: Shape, skew: float, *, dtype: torch.dtype, device: torch.de
         down_proj=normal(E, H, F, std=F**-0.5),
         grad=normal(T, H),
     )
+
+
+def rows_of(case: Case) -> Topology:
+    """The topology of a case with the schedule that the kernels choose, so that it isn't made inside the timing."""
+    block_m = choose_block_m(case.shape.M, case.shape.E)
+    return Topology.from_ids(case.expert_ids, case.shape.E, block_ms=(block_m,))
+
+
+def random_dense(case: Case, *size: int) -> Tensor:
+    return torch.randn(size, dtype=case.dtype, device=case.device)
+
+
+def random_sparse(case: Case, width: int) -> BlockSparse:
+    """[M, width], rows in expert order."""
+    return BlockSparse(random_dense(case, case.shape.M, width), rows_of(case), Columns.equal(width, case.shape.E))
 
 
 def make_router(case: Case) -> tuple[Tensor, Tensor]:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 import blocksparse_moe
-from blocksparse_moe.products import implementation, why_not
+from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
-from blocksparse_moe_kernels.config import choose_block_m
 
 from .check import reference_dtype
-from .inputs import Case, make_router
-from .peers import PEERS, build_peers
+from .inputs import Case, make_router, random_dense, random_sparse, rows_of
+from .lineup import Choice, copy_of, name_of, ours, part, wide
+from .peers import build_peers
+from .products import dsd, grad_down, grad_hidden, grad_rows, grad_up, sdd, sdd_activation
 from .variants import Layer, Task, Variant
-
-STAGES = ("forward", "inference", "forward+backward")
-"""Of the layer. Forward keeps what the backward pass will need, inference does not."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a run was asked for: stages of the layer, our backends (None: all that can run here) and peers."""
-
-    stages: tuple[str, ...] = STAGES
-    backends: tuple[str, ...] | None = None
-    peers: tuple[str, ...] = tuple(PEERS)
-
-    def backends_for(self, case: Case) -> tuple[str, ...]:
-        """NotImplementedError if one that was asked for cannot run on the case."""
-        for name in self.backends or ():
-            if reason := why_not(name, case.device, case.dtype):
-                raise NotImplementedError(f"backend {name!r} {reason}.")
-        if self.backends is not None:
-            return self.backends
-        on_device = ("triton", "torch") if case.device.type == "cuda" else ("torch",)
-        return tuple(name for name in on_device if why_not(name, case.device, case.dtype) is None)
-
 
 # -------------------------------------------------------------------- the layer
 
@@ -63,17 +41,24 @@ def _layer_tasks(
     op: str,
     case: Case,
     choice: Choice,
-    layers: Iterable[Layer],
+    layers: Sequence[Layer],
     expected: Callable[[bool], tuple[Tensor, ...]],
-    left_out: Mapping[str, str],
+    left_out: dict[str, str],
 ) -> list[Task]:
     """One task for each stage; `expected` makes the output, with its argument true the gradients of the leaves too."""
     expected = cache(partial(expected, "forward+backward" in choice.stages))
+    if choice.stages != ("inference",):
+        left_out = left_out | {
+            f"{layer.name}, but in inference": "has no gradients" for layer in layers if layer.inference_only
+        }
     return [
         Task(
             op=op,
             stage=stage,
-            variants=(*(_stage_of(layer, stage, case.grad) for layer in layers), *_layer_roofs(case, stage)),
+            variants=(
+                *(_stage_of(layer, stage, case.grad) for layer in layers if stage == "inference" or not layer.inference_only),
+                *_layer_roofs(case, stage),
+            ),
             expected=expected if stage == "forward+backward" else lambda: expected()[:1],
             flops=case.shape.forward_flops * (3 if stage == "forward+backward" else 1),
             bytes=_weight_bytes(case) if stage == "inference" else 0,
@@ -90,7 +75,7 @@ def _our_layer(case: Case, backend: str) -> Layer:
         topology = Topology.from_ids(case.expert_ids, case.shape.E)
         return blocksparse_moe.expert_mlp(x, topology, up_proj, down_proj, weights, backend=backend)
 
-    return Layer(_name(backend), "ours", leaves, forward)
+    return Layer(name_of(backend), "ours", leaves, forward)
 
 
 def _our_module(case: Case, x: Tensor, gate: Tensor, backend: str) -> Layer:
@@ -101,15 +86,11 @@ def _our_module(case: Case, x: Tensor, gate: Tensor, backend: str) -> Layer:
     x, _, up_proj, down_proj = replace(case, x=x).leaves()
     leaves = (x, nn.Parameter(gate), nn.Parameter(up_proj.detach()), nn.Parameter(down_proj.detach()))
     _, module.router.weight, module.experts.gate_up_proj, module.experts.down_proj = leaves
-    return Layer(_name(backend), "ours", leaves, lambda: module(x))
+    return Layer(name_of(backend), "ours", leaves, lambda: module(x))
 
 
 def _router_config(case: Case) -> blocksparse_moe.RouterConfig:
     return blocksparse_moe.RouterConfig(case.shape.K, normalize=case.shape.K > 1)
-
-
-def _name(backend: str) -> str:
-    return f"blocksparse {backend}"
 
 
 def _stage_of(layer: Layer, stage: str, grad: Tensor) -> Variant:
@@ -136,7 +117,7 @@ def _expected_layer(case: Case, with_gradients: bool) -> tuple[Tensor, ...]:
 
 def _expected_module(case: Case, x: Tensor, gate: Tensor, with_gradients: bool) -> tuple[Tensor, ...]:
     x, _, up_proj, down_proj = replace(case, x=x).leaves(reference_dtype(case.dtype))
-    gate = _wide(gate).requires_grad_()
+    gate = wide(gate).requires_grad_()
     config = _router_config(case)
     with torch.set_grad_enabled(with_gradients):
         _, weights, expert_ids = reference.router(x, gate, config.top_k, normalize=config.normalize)
@@ -151,7 +132,7 @@ def _with_gradients(y: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> tupl
 def _layer_roofs(case: Case, stage: str) -> list[Variant]:
     """What no layer passes: its dense GEMMs and, in inference, where few tokens may leave little else, reading the weights."""
     dense = _dense_layer(case, stage)
-    return [dense, _copy(case, _weight_bytes(case), name="weights read")] if stage == "inference" else [dense]
+    return [dense, copy_of(case, _weight_bytes(case), name="weights read")] if stage == "inference" else [dense]
 
 
 def _weight_bytes(case: Case) -> int:
@@ -163,8 +144,8 @@ def _dense_layer(case: Case, stage: str) -> Variant:
     """Two GEMMs of the forward pass, and four of the backward pass, as if the M rows had one expert."""
     M, H, F = case.shape.M, case.shape.H, case.shape.F
     up, down = case.up_proj[0], case.down_proj[0]
-    x, y = _normal(case, M, H), _normal(case, M, H)
-    pre, hidden = _normal(case, M, 2 * F), _normal(case, M, F)
+    x, y = random_dense(case, M, H), random_dense(case, M, H)
+    pre, hidden = random_dense(case, M, 2 * F), random_dense(case, M, F)
 
     def forward() -> tuple[Tensor, ...]:
         return x @ up.T, hidden @ down.T
@@ -192,9 +173,9 @@ def router(case: Case, choice: Choice) -> list[Task]:
     variants = [Variant("blocksparse", "ours", torch.no_grad()(run)), Variant("gate matmul", "roof", lambda: (x @ gate.T,))]
 
     def expected() -> tuple[Tensor, ...]:
-        return reference.router(_wide(x), _wide(gate), config.top_k, normalize=config.normalize)
+        return reference.router(wide(x), wide(gate), config.top_k, normalize=config.normalize)
 
-    return [_part("router", variants, expected, flops=2 * case.shape.T * case.shape.H * case.shape.E)]
+    return [part("router", variants, expected, flops=2 * case.shape.T * case.shape.H * case.shape.E)]
 
 
 def topology(case: Case, choice: Choice) -> list[Task]:
@@ -211,52 +192,19 @@ def topology(case: Case, choice: Choice) -> list[Task]:
         return flat.argsort(stable=True).int(), torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
 
     moved = case.expert_ids.nbytes + 4 * (3 * M + E + 1)  # ids; slots, rows and tokens; offsets
-    return [_part("topology", [Variant("blocksparse", "ours", run), _copy(case, moved)], expected, moved=moved)]
-
-
-def sdd(case: Case, choice: Choice) -> list[Task]:
-    """Up-projection: gathered tokens times the weights of their experts, without the activation."""
-    x, w, rows = case.x, case.up_proj, _rows(case)
-    dense = _normal(case, case.shape.M, case.shape.H)
-    variants = [
-        *_ours(case, choice, lambda backend: blocksparse_moe.sdd(x, w, rows, backend=backend).values),
-        Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
-    ]
-    return [_part("sdd", variants, partial(_values_of_sdd, x, w, rows), flops=_flops(case, halves=2))]
-
-
-def dsd(case: Case, choice: Choice) -> list[Task]:
-    """Down-projection: the block-sparse hidden activation times the weights, rows in expert order."""
-    s, w = _random_sparse(case, case.shape.F), case.down_proj.transpose(1, 2)
-    variants = [
-        *_ours(case, choice, lambda backend: blocksparse_moe.dsd(s, w, backend=backend)),
-        Variant("dense matmul", "roof", lambda: (s.values @ w[0],)),
-    ]
-    return [_part("dsd", variants, lambda: (reference.dsd(_wide_sparse(s), _wide(w)),), flops=_flops(case, halves=1))]
+    return [part("topology", [Variant("blocksparse", "ours", run), copy_of(case, moved)], expected, moved=moved)]
 
 
 def combine(case: Case, choice: Choice) -> list[Task]:
     """Rows back to tokens, weighted; the roof is a copy of as many bytes."""
-    rows, weights = _rows(case), case.routing_weights
-    y = _normal(case, case.shape.M, case.shape.H)
+    rows, weights = rows_of(case), case.routing_weights
+    y = random_dense(case, case.shape.M, case.shape.H)
     moved = y.nbytes + case.x.nbytes + weights.nbytes + rows.rows.nbytes
     variants = [
-        *_ours(case, choice, lambda backend: blocksparse_moe.combine(y, rows, weights, backend=backend)),
-        _copy(case, moved),
+        *ours(case, choice, lambda backend: blocksparse_moe.combine(y, rows, weights, backend=backend)),
+        copy_of(case, moved),
     ]
-    return [_part("combine", variants, lambda: (reference.combine(_wide(y), rows, weights),), moved=moved)]
-
-
-def grad_hidden(case: Case, choice: Choice) -> list[Task]:
-    """Gradient of the hidden activation, SDD: gathered rows of the output's gradient times the down-projection."""
-    grad, w, rows = case.grad, case.down_proj.transpose(1, 2), _rows(case)
-    dense = _normal(case, case.shape.M, case.shape.H)
-    variants = [
-        *_ours(case, choice, lambda backend: implementation(backend).sdd(grad, w, rows).values),
-        Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
-    ]
-    expected = partial(_values_of_sdd, grad, w, rows)
-    return [_part("grad_hidden", variants, expected, flops=_flops(case, halves=1))]
+    return [part("combine", variants, lambda: (reference.combine(wide(y), rows, weights),), moved=moved)]
 
 
 def activation_backward(case: Case, choice: Choice) -> list[Task]:
@@ -265,10 +213,10 @@ def activation_backward(case: Case, choice: Choice) -> list[Task]:
     The pass overwrites the gradient of the hidden activation with the scaled activation. Here one is equal to the other, so
     that every call finds what the first one found.
     """
-    activation, rows, weights = get_activation("swiglu"), _rows(case), case.routing_weights
-    pre = _random_sparse(case, 2 * case.shape.F)
+    activation, rows, weights = get_activation("swiglu"), rows_of(case), case.routing_weights
+    pre = random_sparse(case, 2 * case.shape.F)
     scale = weights.reshape(-1)[rows.slots.long(), None]
-    grad = (scale * activation(_wide(pre.values))).to(case.dtype)
+    grad = (scale * activation(wide(pre.values))).to(case.dtype)
 
     def variant(backend: str) -> Variant:
         own = BlockSparse(grad.clone(), rows, Columns.equal(case.shape.F, case.shape.E))
@@ -277,55 +225,19 @@ def activation_backward(case: Case, choice: Choice) -> list[Task]:
             grad_pre, scaled, grad_weights = implementation(backend).activation_backward(own, pre, activation, weights)
             return grad_pre.values, scaled.values, grad_weights
 
-        return Variant(_name(backend), "ours", run)
+        return Variant(name_of(backend), "ours", run)
 
     def expected() -> tuple[Tensor, ...]:
-        leaf = _wide(pre.values).requires_grad_()
+        leaf = wide(pre.values).requires_grad_()
         hidden = activation(leaf)
-        (grad_pre,) = torch.autograd.grad(scale * hidden, leaf, _wide(grad))
+        (grad_pre,) = torch.autograd.grad(scale * hidden, leaf, wide(grad))
         grad_weights = torch.empty_like(scale, dtype=leaf.dtype)
-        grad_weights[rows.slots.long(), 0] = torch.linalg.vecdot(_wide(grad), hidden.detach())
+        grad_weights[rows.slots.long(), 0] = torch.linalg.vecdot(wide(grad), hidden.detach())
         return grad_pre, (scale * hidden).detach(), grad_weights.view_as(weights)
 
     moved = 2 * (grad.nbytes + pre.values.nbytes + weights.nbytes) + rows.slots.nbytes
     variants = [variant(backend) for backend in choice.backends_for(case)]
-    return [_part("activation_backward", [*variants, _copy(case, moved)], expected, moved=moved)]
-
-
-def grad_down(case: Case, choice: Choice) -> list[Task]:
-    """Gradient of the down-projection: the transposed scaled activation times gathered rows of the output's gradient."""
-    s, grad, like = _random_sparse(case, case.shape.F), case.grad, case.down_proj.transpose(1, 2)
-    return [_transposed("grad_down", case, choice, s, grad, like, halves=1)]
-
-
-def grad_rows(case: Case, choice: Choice) -> list[Task]:
-    """Gradient of the gathered tokens, DSD: that of the pre-activation times the up-projection, rows in expert order."""
-    s, w = _random_sparse(case, 2 * case.shape.F), case.up_proj
-    variants = [
-        *_ours(case, choice, lambda backend: implementation(backend).dsd(s, w)),
-        Variant("dense matmul", "roof", lambda: (s.values @ w[0],)),
-    ]
-    return [_part("grad_rows", variants, lambda: (reference.dsd(_wide_sparse(s), _wide(w)),), flops=_flops(case, halves=2))]
-
-
-def grad_up(case: Case, choice: Choice) -> list[Task]:
-    """Gradient of the up-projection: that of the pre-activation, transposed, times gathered tokens."""
-    s = _random_sparse(case, 2 * case.shape.F)
-    return [_transposed("grad_up", case, choice, s, case.x, case.up_proj, halves=2)]
-
-
-def _transposed(op: str, case: Case, choice: Choice, s: BlockSparse, x: Tensor, like: Tensor, *, halves: int) -> Task:
-    """The product of s [M, N], transposed, and x [T, H]: a weight gradient [E, N, H] that lies in memory as `like`."""
-    dense = _normal(case, case.shape.M, case.shape.H)
-
-    def call(backend: str) -> Tensor:
-        return implementation(backend).dsd_transposed(s, x, order="tokens", like=like)
-
-    def expected() -> tuple[Tensor, ...]:
-        return (reference.dsd(_wide_sparse(s).T, _wide(x), order="tokens"),)
-
-    variants = [*_ours(case, choice, call), Variant("dense matmul", "roof", lambda: (s.values.T @ dense,))]
-    return _part(op, variants, expected, flops=_flops(case, halves=halves))
+    return [part("activation_backward", [*variants, copy_of(case, moved)], expected, moved=moved)]
 
 
 OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
@@ -336,6 +248,7 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
         router,
         topology,
         sdd,
+        sdd_activation,
         dsd,
         combine,
         grad_hidden,
@@ -345,51 +258,3 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
         grad_up,
     )
 }
-
-
-def _part(
-    op: str, variants: Iterable[Variant], expected: Callable[[], tuple[Tensor, ...]], *, flops: int = 0, moved: int = 0
-) -> Task:
-    return Task(op, "forward", tuple(variants), expected, flops=flops, bytes=moved)
-
-
-def _ours(case: Case, choice: Choice, call: Callable[[str], Tensor]) -> list[Variant]:
-    """One variant for each of our backends; `call` takes its name."""
-    return [Variant(_name(backend), "ours", lambda backend=backend: (call(backend),)) for backend in choice.backends_for(case)]
-
-
-def _values_of_sdd(x: Tensor, w: Tensor, rows: Topology) -> tuple[Tensor, ...]:
-    return (reference.sdd(_wide(x), _wide(w), rows).values,)
-
-
-def _rows(case: Case) -> Topology:
-    """The topology of a case with the schedule that the kernels choose, so that it isn't made inside the timing."""
-    block_m = choose_block_m(case.shape.M, case.shape.E)
-    return Topology.from_ids(case.expert_ids, case.shape.E, block_ms=(block_m,))
-
-
-def _flops(case: Case, halves: int) -> int:
-    return 2 * halves * case.shape.M * case.shape.H * case.shape.F
-
-
-def _copy(case: Case, moved: int, name: str = "copy") -> Variant:
-    """Reads half of `moved` bytes and writes the other half."""
-    source = torch.zeros(moved // 2, dtype=torch.uint8, device=case.device)
-    target = torch.empty_like(source)
-    return Variant(name, "roof", lambda: (target.copy_(source),))
-
-
-def _normal(case: Case, *size: int) -> Tensor:
-    return torch.randn(size, dtype=case.dtype, device=case.device)
-
-
-def _random_sparse(case: Case, width: int) -> BlockSparse:
-    return BlockSparse(_normal(case, case.shape.M, width), _rows(case), Columns.equal(width, case.shape.E))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(reference_dtype(tensor.dtype))
-
-
-def _wide_sparse(s: BlockSparse) -> BlockSparse:
-    return BlockSparse(_wide(s.values), s.topology, s.columns, s.transposed)

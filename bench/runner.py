@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .check import disagreement
 from .inputs import Case, make_case
-from .ops import OPS, Choice
+from .lineup import Choice
+from .ops import OPS
 from .report import CsvFile, Result, print_table
 from .shapes import Shape
 from .timing import Timing, captured, count_launches, measure, peak_extra_bytes

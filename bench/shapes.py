@@ -44,6 +44,8 @@ SHAPES = {
     )
 }
 
+GPU_SHAPES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-ep8", "olmoe-1b-7b")
+
 
 def parse_shape(text: str) -> Shape:
     """A name of `SHAPES`, or "T,H,F,E,K". ValueError says what was expected."""

@@ -47,6 +47,7 @@ class Layer:
         leaves: x, routing_weights (or the gate that makes them), up_proj, down_proj.
         forward: their output [T, H], with sort and all inside.
         gradients: the gradients of the leaves as those of x, routing_weights, up_proj and down_proj; for the check, not timed.
+        inference_only: whether there are none, nor a forward pass that keeps what they need.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Layer:
     leaves: Tensors
     forward: Callable[[], Tensor]
     gradients: Callable[[Tensors], Tensors] = as_they_are
+    inference_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from bench import ops, peers, runner
 from bench.__main__ import app
 from bench.check import disagreement
 from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
-from bench.ops import OPS, Choice
+from bench.lineup import STAGES, Choice
+from bench.ops import OPS
 from bench.report import CsvFile, Result, read_csv
 from bench.runner import run_task
 from bench.shapes import SHAPES, Shape, parse_shape
@@ -229,6 +230,16 @@ def test_a_pass_that_overwrites_its_input_finds_it_again(case):
         assert disagreement(ours.run(), expected, case.dtype) is None
 
 
+def test_sdd_activation_saves_the_pre_activation_for_a_backward_pass(case):
+    forward, inference = ops.sdd_activation(case, Choice(backends=("torch",)))
+    assert (forward.stage, inference.stage) == ("forward", "inference")
+    for task, results in ((forward, 2), (inference, 1)):
+        ours, roof = task.variants
+        assert roof.kind == "roof" and task.flops == 4 * case.shape.M * case.shape.H * case.shape.F
+        assert len(ours.run()) == results
+        assert disagreement(ours.run(), task.expected(), case.dtype) is None
+
+
 def wrong(case: Case) -> Layer:
     layer = ops._our_layer(case, "torch")
     return Layer("planted", "peer", layer.leaves, lambda: layer.forward() * 1.001)
@@ -247,10 +258,10 @@ def test_a_failed_check_prints_no_figure(monkeypatch, tmp_path, planted, reason)
     path = tmp_path / "results.csv"
     result = bench("expert_mlp", *ARGUMENTS, "--peer", "planted", "--skew", "0", "--csv", str(path))
     assert result.exit_code == 0, "only a failure of ours is an error of the run"
-    assert result.output.count("FAILED") == 2 * len(ops.STAGES) and reason in result.output
+    assert result.output.count("FAILED") == 2 * len(STAGES) and reason in result.output
     with path.open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["variant"] == "planted"]
-    assert len(lines) == len(ops.STAGES)
+    assert len(lines) == len(STAGES)
     for line in lines:
         assert line["check"].startswith("FAILED") and reason in line["check"]
         assert not any(line[figure] for figure in ("ms", "spread", "tflops", "share_of_roof", "over_fastest_peer"))

@@ -132,6 +132,7 @@ def test_wheel_is_pure_and_owns_two_names(wheel):
     files = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == NAMES
     assert {f"{name}/py.typed" for name in NAMES} < set(files)
+    assert "blocksparse_moe_kernels/configs/sm_90.json" in files, "the tiles are package data"
     assert any(name.endswith("LICENSE") for name in files)
 
 

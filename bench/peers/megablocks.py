@@ -1,7 +1,7 @@
-"""MegaBlocks (arXiv:2211.15841), its grouped implementation.
+"""MegaBlocks (arXiv:2211.15841), its grouped and its sparse implementation.
 
-Written after the sources of 0.10.0; never run here. Its sparse implementation refuses Triton 3.2 and newer, and so cannot run
-beside ours, which needs 3.6.
+Written after the sources of 0.10.0; never run here. The sparse one refuses Triton 3.2 and newer, and so cannot run beside ours,
+which needs 3.6; its products are peers of ours in stk.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,22 @@ from torch.nn import functional as F
 from ..inputs import Case
 from ..variants import Layer
 from .requirements import missing, unsupported
+from .stk import unsupported_sizes
 
 
-def why_not(case: Case) -> str | None:
+def why_not_grouped(case: Case) -> str | None:
     return missing("megablocks", "0.10") or missing("grouped_gemm", "0.3") or unsupported(case, (torch.bfloat16,))
 
 
-def build(case: Case) -> Layer:
+def why_not_sparse(case: Case) -> str | None:
+    if (reason := missing("megablocks", "0.10")) is not None:
+        return reason
+    if missing("triton", "3.2") is None:
+        return "refuses Triton 3.2 and newer"
+    return unsupported(case, (torch.bfloat16,)) or unsupported_sizes(case)
+
+
+def build(case: Case, *, implementation: str) -> Layer:
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import ParallelDroplessMLP
 
@@ -33,7 +42,7 @@ def build(case: Case) -> Layer:
             moe_num_experts=shape.E,
             moe_top_k=shape.K,
             mlp_type="glu",
-            mlp_impl="grouped",
+            mlp_impl=implementation,
             fp16=False,
             bf16=True,
             device="meta",
@@ -53,4 +62,5 @@ def build(case: Case) -> Layer:
         gate, up, down = (part.view(shape.E, shape.F, shape.H) for part in parts)
         return grad_x, grad_weights, torch.cat((gate, up), dim=1), down.transpose(1, 2)
 
-    return Layer("megablocks grouped", "peer", (x, weights, experts.w1, experts.v1, experts.w2), forward, gradients)
+    leaves = (x, weights, experts.w1, experts.v1, experts.w2)
+    return Layer(f"megablocks {implementation}", "peer", leaves, forward, gradients)

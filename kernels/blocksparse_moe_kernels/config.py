@@ -1,16 +1,31 @@
-"""Tile configurations of the GEMM kernels: plain arithmetic from what the host knows. Nothing searches at call time."""
+"""Tile configurations of the GEMM kernels, chosen by what the host knows. Nothing searches at call time.
+
+Where an architecture was measured, the tiles for 16-bit operands stand in `configs/sm_XX.json`, which `python -m bench tune`
+writes and people review; elsewhere, and for fp32, they are plain arithmetic.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
 SHARED_MEMORY_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one block may use, by compute capability (CUDA programming guide, table of technical specifications)."""
 
-_HAVE_TMA = (90, 100)
+HAVE_TMA = (90, 100)
+"""Architectures whose tensor memory accelerator the kernels use."""
+
+_BORROWED = {100: 90}
+"""Architectures that take the measured tiles of another one, until they have a table of their own."""
+
+_HEIGHTS, _DEPTHS = (16, 32, 64, 128), (16, 32, 64)
+"""What `choose_block_m` and `choose_block_k` choose from."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,64 @@ class GemmConfig:
                 raise ValueError(f"GemmConfig: {name} must be a power of two of at least 16, as tensor cores need; got {size}.")
 
 
-@lru_cache(maxsize=64)
+class TileKey(NamedTuple):
+    """What a measured tile is chosen by.
+
+    Attributes:
+        product: "rows" for sdd and dsd, "columns" for the transposed dsd.
+        path: "tma" where the tensor memory accelerator can address the operands, else "pointers".
+        block: of "rows" the height of the row tiles (block_m), of "columns" the depth of a step (block_k).
+        narrow: of "rows" only; for so few rows that wide tiles would leave multiprocessors idle.
+    """
+
+    product: Literal["rows", "columns"]
+    path: Literal["tma", "pointers"]
+    block: int
+    narrow: bool = False
+
+
+def tile_keys(architecture: int) -> tuple[TileKey, ...]:
+    """What a table of the architecture must have an entry for."""
+    paths = dict.fromkeys(_path(architecture, tma) for tma in (True, False))
+    return (
+        *(TileKey("rows", *choice) for choice in product(paths, _HEIGHTS, (False, True))),
+        *(TileKey("columns", *choice) for choice in product(paths, _DEPTHS)),
+    )
+
+
+def _path(architecture: int, tma: bool) -> Literal["tma", "pointers"]:
+    return "tma" if tma and architecture in HAVE_TMA else "pointers"
+
+
+def table_file(architecture: int) -> Path:
+    """Where the measured tiles of an architecture are, if there are any."""
+    return Path(__file__).parent / "configs" / f"sm_{architecture}.json"
+
+
+def read_table(text: str) -> dict[TileKey, GemmConfig]:
+    """The tiles of a table, as `python -m bench tune` writes it."""
+    return {TileKey(**entry["key"]): GemmConfig(**entry["tile"]) for entry in json.loads(text)}
+
+
+@cache
+def _measured_tiles(architecture: int) -> dict[TileKey, GemmConfig] | None:
+    file = table_file(_BORROWED.get(architecture, architecture))
+    return read_table(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _measured_tile(architecture: int, key: TileKey) -> GemmConfig | None:
+    """The tile for 16-bit operands; None where the architecture was not measured."""
+    tiles = _measured_tiles(architecture)
+    if tiles is None:
+        return None
+    if key not in tiles:
+        raise LookupError(
+            f"config: the table of tiles for sm_{architecture} must have an entry for every key; it has none for {key}. Add a "
+            "tile that works, and `python -m bench tune` looks for a faster one."
+        )
+    return tiles[key]
+
+
 def architecture_of(device: torch.device) -> int:
     """The architecture whose tiles suit `device`: the newest known one that is not newer; sm_90 for the interpreter."""
     if device.type != "cuda":
@@ -91,8 +163,12 @@ def row_product_config(
     """
     block_m, architecture = choose_block_m(num_slots, num_experts), architecture_of(device)
     wide = row_product_tile(block_m, dtype, architecture, tma)
-    few = num_slots * ceil_div(width, wide.block_n) < num_programs(device)
-    return row_product_tile(block_m, dtype, architecture, tma, narrow=True) if few else wide
+    return row_product_tile(block_m, dtype, architecture, tma, narrow=True) if are_few(num_slots, width, wide, device) else wide
+
+
+def are_few(num_slots: int, width: int, wide: GemmConfig, device: torch.device) -> bool:
+    """Whether `wide` tiles of a product of so many rows would leave multiprocessors idle."""
+    return num_slots * ceil_div(width, wide.block_n) < num_programs(device)
 
 
 def row_product_tile(
@@ -101,13 +177,8 @@ def row_product_tile(
     """`narrow`: for so few rows that wide tiles would leave multiprocessors idle."""
     if dtype == torch.float32:
         return GemmConfig(block_m, 64, 32, 4, 2)
-    if architecture not in _HAVE_TMA:
-        return GemmConfig(block_m, 128, 32, 8 if block_m == 128 else 4, 3)
-    if tma and narrow:
-        return GemmConfig(block_m, 64, 128, 4, 4, tma)
-    if block_m == 128:
-        return GemmConfig(block_m, 256, 64, 8, 3, tma)
-    return GemmConfig(block_m, 256, 64, 4, 4, tma) if tma else GemmConfig(block_m, 128, 64, 4, 3)
+    measured = _measured_tile(architecture, TileKey("rows", _path(architecture, tma), block_m, narrow))
+    return measured or GemmConfig(block_m, 128, 32, 8 if block_m == 128 else 4, 3)
 
 
 @lru_cache(maxsize=1024)
@@ -121,6 +192,5 @@ def column_product_config(
 def column_product_tile(block_k: int, dtype: torch.dtype, architecture: int, tma: bool = False) -> GemmConfig:
     if dtype == torch.float32:
         return GemmConfig(64, 64, min(block_k, 32), 4, 2)
-    if architecture not in _HAVE_TMA:
-        return GemmConfig(128, 128, min(block_k, 32), 8, 3)
-    return GemmConfig(256, 128, block_k, 8, 3, tma) if tma else GemmConfig(128, 256, block_k, 8, 3)
+    measured = _measured_tile(architecture, TileKey("columns", _path(architecture, tma), block_k))
+    return measured or GemmConfig(128, 128, min(block_k, 32), 8, 3)

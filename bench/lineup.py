@@ -1,0 +1,81 @@
+"""What the ops share: what a run was asked for, and the pieces of a line-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from blocksparse_moe.products import why_not
+from blocksparse_moe_kernels import BlockSparse
+
+from .check import reference_dtype
+from .inputs import Case
+from .peers import peer_names
+from .variants import Task, Variant
+
+STAGES = ("forward", "inference", "forward+backward")
+"""Of the layer. Forward keeps what the backward pass will need, inference does not."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run was asked for: stages of the layer, our backends (None: all that can run here) and peers."""
+
+    stages: tuple[str, ...] = STAGES
+    backends: tuple[str, ...] | None = None
+    peers: tuple[str, ...] = peer_names()
+
+    def backends_for(self, case: Case) -> tuple[str, ...]:
+        """NotImplementedError if one that was asked for cannot run on the case."""
+        for name in self.backends or ():
+            if reason := why_not(name, case.device, case.dtype):
+                raise NotImplementedError(f"backend {name!r} {reason}.")
+        if self.backends is not None:
+            return self.backends
+        on_device = ("triton", "torch") if case.device.type == "cuda" else ("torch",)
+        return tuple(name for name in on_device if why_not(name, case.device, case.dtype) is None)
+
+
+def name_of(backend: str) -> str:
+    return f"blocksparse {backend}"
+
+
+def part(
+    op: str,
+    variants: Iterable[Variant],
+    expected: Callable[[], tuple[Tensor, ...]],
+    *,
+    stage: str = "forward",
+    flops: int = 0,
+    moved: int = 0,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> Task:
+    """A line-up of one part of the layer."""
+    return Task(op, stage, tuple(variants), expected, flops=flops, bytes=moved, left_out=left_out)
+
+
+def ours(case: Case, choice: Choice, call: Callable[[str], Tensor]) -> list[Variant]:
+    """One variant for each of our backends; `call` takes its name."""
+    return [
+        Variant(name_of(backend), "ours", lambda backend=backend: (call(backend),)) for backend in choice.backends_for(case)
+    ]
+
+
+def copy_of(case: Case, moved: int, name: str = "copy") -> Variant:
+    """Reads half of `moved` bytes and writes the other half."""
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=case.device)
+    target = torch.empty_like(source)
+    return Variant(name, "roof", lambda: (target.copy_(source),))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the precision of the reference."""
+    return tensor.to(reference_dtype(tensor.dtype))
+
+
+def wide_sparse(s: BlockSparse) -> BlockSparse:
+    return BlockSparse(wide(s.values), s.topology, s.columns, s.transposed)
