@@ -57,6 +57,16 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture
+def fresh_memory(monkeypatch: pytest.MonkeyPatch):
+    """The same with guards around each tensor, and a value to choose: a `tests.cases.helpers.FreshMemory`."""
+    from tests.cases.helpers import FreshMemory
+
+    memory = FreshMemory(monkeypatch)
+    assert torch.empty(3, device="cuda" if HAS_CUDA else "cpu").isnan().all()
+    return memory
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--case",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from tests.cases.helpers import FreshMemory, free_memory
-from tests.support import DEVICE, HAS_CUDA
+from tests.cases.helpers import free_memory
+from tests.support import HAS_CUDA
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +16,3 @@ def _free_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if HAS_CUDA and request.node.get_closest_marker("gpu"):
         free_memory()
-
-
-@pytest.fixture
-def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> FreshMemory:
-    memory = FreshMemory(monkeypatch)
-    assert torch.empty(3, device=DEVICE).isnan().all()
-    return memory

@@ -24,7 +24,7 @@ _UNBOUNDED = 2**31 - 2**16
 
 
 class Descriptor(TensorDescriptor):
-    """Of a tensor that `describable` has passed: Triton checks every descriptor again, which costs a launch a third of its time."""
+    """Of a tensor that `describable` has passed: Triton would check it again, at each launch."""
 
     def __post_init__(self) -> None:
         pass
