@@ -17,6 +17,7 @@ from blocksparse_moe.products import why_not
 from blocksparse_moe_kernels.config import architecture_of
 
 from .compare import compare as compare_results
+from .faults import FAULTS
 from .lineup import STAGES, Choice
 from .ops import OPS
 from .peers import peer_names
@@ -34,7 +35,7 @@ _SKEW = 1.2
 Shapes = Annotated[list[str], typer.Option("--shape", help=f"{', '.join(SHAPES)}, or sizes T,H,F,E,K. Repeatable.")]
 Skews = Annotated[
     list[float],
-    typer.Option("--skew", help="Zipf exponent of the routing, 0: balanced. Repeatable. Default: 1.2 and 0."),
+    typer.Option("--skew", help="Zipf exponent of the routing; 0: balanced, inf: K experts. Repeatable. Default: 1.2 and 0."),
 ]
 Tokens = Annotated[list[int], typer.Option("--tokens", min=1, help="Replaces T of the shapes. Repeatable.")]
 Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(_DTYPES)}. Default: bfloat16 on a GPU, float32 on a CPU.")]
@@ -146,6 +147,21 @@ def compare(old: CsvArgument, new: CsvArgument) -> None:
 
 
 @app.command()
+def fault(
+    names: Annotated[list[str], typer.Argument(metavar="ID", help=f"{', '.join(FAULTS)}. Default: all.")] = [],  # noqa: B006
+    seconds: Seconds = 0.3,
+    windows: Windows = 3,
+) -> None:
+    """Measure what public reports about speed are about."""
+    device, console = _device(""), _console()
+    for name in _known("ID", names, tuple(FAULTS)) or tuple(FAULTS):
+        one = FAULTS[name]
+        console.print(f"[bold]{name}[/]  {one.report} Wanted: {one.good}.")
+        lineups = [(one.op, shape, skew) for shape in _shapes(list(one.shapes)) for skew in one.skews]
+        _run(Plan(lineups, _dtype("", device), device, Choice(stages=one.stages, peers=one.peers), seconds, windows), None)
+
+
+@app.command()
 def tune(
     output: Annotated[Path | None, typer.Option("--output", help="A new file. Default: configs-sm_XX.json.")] = None,
     shape: Shapes = [],  # noqa: B006 - typer copies it
@@ -210,7 +226,7 @@ def _shapes(texts: list[str]) -> list[Shape]:
 
 def _skews(exponents: list[float]) -> list[float]:
     for exponent in exponents:
-        if not 0 <= exponent < math.inf:
+        if math.isnan(exponent) or exponent < 0:
             _refuse(f"--skew: expected a number of at least 0; got {exponent:g}.")
     return exponents
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,12 +59,13 @@ def make_case(shape: Shape, skew: float, *, dtype: torch.dtype, device: torch.de
     """Inputs for `shape`, the same for the same seed and device; the routing is the same on every device.
 
     Args:
-        skew: exponent of the Zipf law by which experts are chosen; 0 spreads the tokens evenly.
+        skew: exponent of the Zipf law by which experts are chosen; 0 spreads the tokens evenly, infinity sends all of them
+            to the same experts.
     Raises:
         ValueError: a negative skew, or a skewed shape with K = E (one expert stays empty).
     """
     host = torch.Generator().manual_seed(seed)
-    expert_ids = even_routing(shape, host) if skew == 0 else skewed_routing(shape, skew, host)
+    expert_ids, routing = _routing(shape, skew, host)
     routing_weights = torch.rand(shape.T, shape.K, generator=host) + 0.1
     routing_weights /= routing_weights.sum(dim=1, keepdim=True)
     random = torch.Generator(device).manual_seed(seed)
@@ -74,7 +76,7 @@ def make_case(shape: Shape, skew: float, *, dtype: torch.dtype, device: torch.de
     T, H, F, E = shape.T, shape.H, shape.F, shape.E
     return Case(
         shape=shape,
-        routing="balanced" if skew == 0 else f"zipf {skew:g}",
+        routing=routing,
         x=normal(T, H),
         expert_ids=expert_ids.to(device),
         routing_weights=routing_weights.to(device),
@@ -116,6 +118,15 @@ def make_router(case: Case) -> tuple[Tensor, Tensor]:
     x = case.x.float()
     x += (logits - x @ gate.T) @ gate
     return x.to(case.dtype), gate.to(case.dtype).contiguous()
+
+
+def _routing(shape: Shape, skew: float, random: torch.Generator) -> tuple[Tensor, str]:
+    """Expert ids [T, K], and the routing in words."""
+    if skew == 0:
+        return even_routing(shape, random), "balanced"
+    if skew == math.inf:
+        return torch.randperm(shape.E, generator=random)[: shape.K].repeat(shape.T, 1), f"{shape.K} of {shape.E}"
+    return skewed_routing(shape, skew, random), f"zipf {skew:g}"
 
 
 def even_routing(shape: Shape, random: torch.Generator) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from bench import ops, peers, runner
 from bench.__main__ import app
 from bench.check import disagreement
+from bench.faults import FAULTS
 from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
 from bench.lineup import STAGES, Choice
 from bench.ops import OPS
@@ -319,6 +321,24 @@ def test_skewed_routing_has_one_empty_expert_and_a_bounded_hottest():
     mean = shape.M / shape.E
     assert (counts == 0).sum() == 1
     assert 4 * mean < counts.max() <= 1.02 * HOTTEST * mean
+
+
+def test_infinite_skew_is_one_choice():
+    case = make_case(TINY, math.inf, dtype=torch.float32, device=torch.device("cpu"))
+    assert (
+        case.routing == "2 of 6" and (case.expert_ids == case.expert_ids[0]).all() and case.expert_ids[0].unique().numel() == 2
+    )
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.case(name)) for name in FAULTS])
+def test_public_faults_of_speed_are_rows(name, monkeypatch):
+    """What they measure can be asked for; here on a tiny shape, since no test judges a time."""
+    fault = FAULTS[name]
+    assert [parse_shape(shape) for shape in fault.shapes] and set(fault.peers) <= set(peers.PEERS)
+    monkeypatch.setitem(FAULTS, name, replace(fault, shapes=("24,16,20,6,2",)))
+    result = bench("fault", name, "--seconds", "0", "--windows", "1")
+    assert result.exit_code == 0, result.output
+    assert name in result.output and "blocksparse" in result.output
 
 
 def test_windows_take_turns():

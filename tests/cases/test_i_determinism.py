@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse_moe import Topology, expert_mlp
+from blocksparse_moe import MoEConfig, Topology, expert_mlp
 from tests.cases.helpers import Problem, distinct_ids, gradients, layer, low_precision
 from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
@@ -57,3 +57,11 @@ def test_rows_are_ordered_by_slot():
     for _ in range(49):
         again = Topology.from_ids(ids, 64)
         assert torch.equal(again.slots, first.slots) and torch.equal(again.rows, first.rows)
+
+
+@pytest.mark.case("I3")
+def test_no_setting_promises_what_kernels_ignore():
+    """vLLM 57016: a flag for results that don't depend on the batch is taken, and the expert kernels ignore it. There is none."""
+    for name in ("batch_invariant", "deterministic"):
+        with pytest.raises(TypeError, match=name):
+            MoEConfig(8, 16, 4, **{name: True})
