@@ -362,7 +362,6 @@ def test_a_bad_shape_is_one_line(text):
     "arguments",
     [
         ("--skew", "nan"),
-        ("--skew", "inf"),
         ("--dtype", "int8"),
         ("--device", "abacus"),
         ("--backend", "cublas"),
