@@ -47,6 +47,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _free_memory(request: pytest.FixtureRequest):
+    """Real sizes take tens of gigabytes: give them back before the next test."""
+    yield
+    if HAS_CUDA and request.node.get_closest_marker("gpu"):
+        from tests.cases.helpers import free_memory
+
+        free_memory()
+
+
 @pytest.fixture(scope="module")
 def poisoned_memory():
     """Fresh memory holds NaN, so that what is never written shows."""

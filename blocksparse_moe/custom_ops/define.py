@@ -31,8 +31,30 @@ def define(name: str, arguments: str, returns: str, run: Callable, fake: Callabl
 
 
 def differentiate(name: str, backward: Callable, setup_context: Callable) -> None:
-    """Register the gradient of an op."""
-    torch.library.register_autograd(f"blocksparse_moe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    """Register the gradient of an op.
+
+    As `torch.library.register_autograd` does, which walks through the schema once for each of the op's arguments; with the
+    arguments of a `Topology` that takes longer than all else about a call.
+    """
+    op = getattr(torch.ops.blocksparse_moe, name).default
+
+    def below_autograd(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = below_autograd(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    node: Any = type(f"blocksparse_moe.{name}", (torch.autograd.Function,), methods)
+
+    def run(*args: Any) -> Any:
+        wanted = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        return node.apply(*args) if wanted else below_autograd(*args)
+
+    _LIBRARY.impl(name, run, "Autograd")
 
 
 def no_gradients(count: int) -> tuple[None, ...]:

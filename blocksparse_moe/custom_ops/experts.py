@@ -9,8 +9,8 @@ dp is SonicMoE's, arXiv:2512.14080. Autograd frees pre when `down` returns, befo
 `expert_mlp_recompute` is both as one node that saves its inputs only. `expert_mlp` does the same and has no gradient, for
 inference: an op that has one costs more to call.
 
-Kernels read no row that was dropped. Such rows of pre, a and the gradient of pre are zeroed for those who read whole tensors:
-anomaly detection and opcheck.
+Kernels read no row that was dropped. Such rows of pre and of its gradient are zero for those who read whole tensors: hooks of
+saved tensors, and anomaly detection.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _flat_columns(w: Tensor, columns: Columns) -> Columns | None:
 def _expert_up_run(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
     topology, columns, activation, kernels = _experts(w, arguments)
     pre, hidden = kernels.sdd_activation(x, w, topology, activation, columns=_flat_columns(w, columns), bias=bias)
-    return zero_unused(pre, kernels), zero_unused(hidden, kernels)
+    return zero_unused(pre, kernels), hidden.values
 
 
 def _expert_up_fake(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
@@ -131,19 +131,19 @@ def _expert_down_backward(ctx, grad):
 def _expert_down_grads_run(grad, pre, w, bias, routing_weights, wanted, *arguments) -> tuple[Tensor, ...]:
     topology, columns, activation, kernels = _experts(w, arguments)
     want_pre, want_w, want_bias, want_weights = wanted
-    grad_pre, grad_w, grad_bias, grad_weights = (grad.new_empty(0) for _ in range(4))
+    grad_pre = grad_w = grad_bias = grad_weights = None
     if want_pre or want_w or want_weights:
         grad_hidden = kernels.sdd(grad, w, topology, order="tokens", columns=_flat_columns(w, columns))
         dot = kernels.bias_dot(grad, bias, topology) if want_weights and bias is not None else None
         pre_sparse = BlockSparse(pre, topology, columns.times(activation.halves))
-        s, scaled, weight_grads = kernels.activation_backward(grad_hidden, pre_sparse, activation, routing_weights, dot)
-        grad_pre = zero_unused(s, kernels) if want_pre else grad_pre
-        grad_weights = grad_weights if weight_grads is None else weight_grads
+        s, scaled, grad_weights = kernels.activation_backward(grad_hidden, pre_sparse, activation, routing_weights, dot)
+        grad_pre = s.values if want_pre else None
         if want_w:
             grad_w = kernels.dsd_transposed(scaled, grad, order="tokens", like=w)
     if want_bias:
         grad_bias = kernels.expert_sum_tokens(grad, topology, routing_weights)
-    return grad_pre, grad_w, grad_bias, grad_weights
+    grads = (grad_pre, grad_w, grad_bias, grad_weights)
+    return tuple(grad.new_empty(0) if tensor is None else tensor for tensor in grads)
 
 
 def _expert_down_grads_fake(grad, pre, w, bias, routing_weights, wanted, *arguments) -> tuple[Tensor, ...]:

@@ -61,7 +61,7 @@ def test_rows_are_ordered_by_slot():
 
 @pytest.mark.case("I3")
 def test_no_setting_promises_what_kernels_ignore():
-    """vLLM 57016: a flag for results that don't depend on the batch is taken, and the expert kernels ignore it. There is none."""
+    """vLLM 57016: expert kernels ignore a flag for results that don't depend on the batch. There is none here."""
     for name in ("batch_invariant", "deterministic"):
         with pytest.raises(TypeError, match=name):
             MoEConfig(8, 16, 4, **{name: True})

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..block_sparse import BlockSparse
 from ..config import ceil_div, choose_block_m, next_power_of_2
-from ..launch import ColumnTables, on_device, value_strides
+from ..launch import ColumnTables, value_strides
 from ..topology import Topology
+from .launcher import launch
 from .tiles import row_tile, value_rows, weight_block
 
 
@@ -95,12 +96,12 @@ def _expert_sum(x, strides, topology, tables, widest, shape, weights, gather=Fal
     if weights is not None:
         weights = weights.reshape(-1)
     block_n = min(128, next_power_of_2(widest))
-    with on_device(x.device):
-        _expert_sum_kernel[(ceil_div(widest, block_n), topology.num_experts)](
-            x, weights, out, topology.tokens, topology.slots, topology.offsets, tables.column_offsets, tables.block_offsets,
-            *strides, 0 if weights is None else weights.stride(0), widest,
-            BLOCK_M=32, BLOCK_N=block_n, VARIED=tables.varied, GATHER=gather, HAS_WEIGHTS=weights is not None,
-        )  # fmt: skip
+    launch(
+        _expert_sum_kernel, x.device, (ceil_div(widest, block_n), topology.num_experts),
+        x, weights, out, topology.tokens, topology.slots, topology.offsets, tables.column_offsets, tables.block_offsets,
+        *strides, 0 if weights is None else weights.stride(0), widest,
+        BLOCK_M=32, BLOCK_N=block_n, VARIED=tables.varied, GATHER=gather, HAS_WEIGHTS=weights is not None,
+    )  # fmt: skip
     return out
 
 
@@ -110,10 +111,10 @@ def bias_dot(x: Tensor, bias: Tensor, topology: Topology) -> Tensor:
     if topology.num_slots == 0:
         return out
     schedule = topology.schedule(choose_block_m(topology.num_slots, topology.num_experts))
-    with on_device(x.device):
-        _bias_dot_kernel[(schedule.capacity,)](
-            x, bias, out, topology.tokens, schedule.tiles,
-            *x.stride(), *bias.stride(), schedule.capacity, x.shape[1],
-            BLOCK_M=schedule.block_m, BLOCK_H=128,
-        )  # fmt: skip
+    launch(
+        _bias_dot_kernel, x.device, (schedule.capacity,),
+        x, bias, out, topology.tokens, schedule.tiles,
+        *x.stride(), *bias.stride(), schedule.capacity, x.shape[1],
+        BLOCK_M=schedule.block_m, BLOCK_H=128,
+    )  # fmt: skip
     return out

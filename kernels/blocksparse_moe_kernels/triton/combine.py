@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import ceil_div, next_power_of_2
-from ..launch import check_combine, on_device
+from ..launch import check_combine
 from ..topology import Topology
+from .launcher import launch
 
 
 @triton.jit
@@ -66,10 +67,10 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Ten
         weights = weights.reshape(-1)
     pairs = topology.token_offsets is not None
     block_h = min(1024, next_power_of_2(y.shape[1]))
-    with on_device(y.device):
-        _combine_kernel[(topology.num_tokens, ceil_div(y.shape[1], block_h))](
-            y, weights, out, topology.rows, topology.token_slots, topology.token_offsets,
-            *y.stride(), 0 if weights is None else weights.stride(0), y.shape[1], topology.slots_per_token,
-            BLOCK_H=block_h, HAS_WEIGHTS=weights is not None, PAIRS=pairs,
-        )  # fmt: skip
+    launch(
+        _combine_kernel, y.device, (topology.num_tokens, ceil_div(y.shape[1], block_h)),
+        y, weights, out, topology.rows, topology.token_slots, topology.token_offsets,
+        *y.stride(), 0 if weights is None else weights.stride(0), y.shape[1], topology.slots_per_token,
+        BLOCK_H=block_h, HAS_WEIGHTS=weights is not None, PAIRS=pairs,
+    )  # fmt: skip
     return out

@@ -22,7 +22,6 @@ from ..launch import (
     check_same,
     check_sparse,
     fold_halves,
-    on_device,
     stack_weight,
     value_strides,
 )
@@ -37,6 +36,7 @@ from .descriptors import (
     weight_form,
 )
 from .dsd_transposed import dsd_transposed
+from .launcher import launch
 from .tiles import along, dot, fp32_precision, grouped_order, row_tile, value_rows, weight_block, wrapped
 
 
@@ -167,23 +167,24 @@ def dsd(
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,
         "HAS_BIAS": bias is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    with on_device(w.device):
-        if form is not None and config.tma:
-            _dsd_tma_kernel[(min(tiles, num_programs(w.device)),)](
-                describe(s.values, config.block_m, config.block_k),
-                describe_weight(form, weight, config.block_k, config.block_n),
-                bias, describe_rows(y, config.block_m, config.block_n),
-                schedule.tiles, schedule.num_tiles,
-                *bias_strides, schedule.capacity, hidden_size, weight.columns.widest,
-                DENSE_HIDDEN=form is weight.data, **flags,
-            )  # fmt: skip
-            return y
-        tables = ColumnTables.of(topology, weight.columns)
-        columns_even = all(width % config.block_k == 0 for width in set(weight.columns.widths))
-        _dsd_kernel[(tiles,)](
-            s.values, weight.data, bias, y,
-            schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
-            *value_strides(s), *weight.strides, *bias_strides, schedule.capacity, hidden_size, weight.columns.widest,
-            HALVES=weight.halves, VARIED=tables.varied, EVEN_K=columns_even, PRECISION=fp32_precision(), **flags,
+    if form is not None and config.tma:
+        launch(
+            _dsd_tma_kernel, w.device, (min(tiles, num_programs(w.device)),),
+            describe(s.values, config.block_m, config.block_k),
+            describe_weight(form, weight, config.block_k, config.block_n),
+            bias, describe_rows(y, config.block_m, config.block_n),
+            schedule.tiles, schedule.num_tiles,
+            *bias_strides, schedule.capacity, hidden_size, weight.columns.widest,
+            DENSE_HIDDEN=form is weight.data, **flags,
         )  # fmt: skip
+        return y
+    tables = ColumnTables.of(topology, weight.columns)
+    columns_even = all(width % config.block_k == 0 for width in set(weight.columns.widths))
+    launch(
+        _dsd_kernel, w.device, (tiles,),
+        s.values, weight.data, bias, y,
+        schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
+        *value_strides(s), *weight.strides, *bias_strides, schedule.capacity, hidden_size, weight.columns.widest,
+        HALVES=weight.halves, VARIED=tables.varied, EVEN_K=columns_even, PRECISION=fp32_precision(), **flags,
+    )  # fmt: skip
     return y

@@ -20,12 +20,12 @@ from ..launch import (
     check_dense,
     check_sparse,
     fold_halves,
-    on_device,
     stack_weight,
     value_strides,
 )
 from ..reference import Order
 from .descriptors import describe_rows, describe_weight, load_rows, rows_are_describable, store_weight_tile, weight_form
+from .launcher import launch
 from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
 
 
@@ -184,20 +184,21 @@ def dsd_transposed(
         "GATHER": order == "tokens", "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     by_size = topology.experts_by_size()
-    with on_device(x.device):
-        if form is not None and config.tma:
-            _dsd_transposed_tma_kernel[(min(tiles * topology.num_experts, num_programs(x.device)),)](
-                describe_rows(s.values, config.block_k, config.block_m), x,
-                describe_weight(form, weight, config.block_m, config.block_n),
-                topology.tokens, by_size, topology.offsets, *x.stride(), topology.num_experts, hidden_size, columns,
-                DENSE_HIDDEN=form is weight.data, **flags,
-            )  # fmt: skip
-            return out
-        tables = ColumnTables.of(topology, weight.columns)
-        _dsd_transposed_kernel[(tiles, topology.num_experts)](
-            s.values, x, weight.data,
-            topology.tokens, by_size, topology.offsets, tables.column_offsets, tables.block_offsets,
-            *value_strides(s), *x.stride(), *weight.strides, hidden_size, columns,
-            HALVES=weight.halves, VARIED=tables.varied, PRECISION=fp32_precision(), **flags,
+    if form is not None and config.tma:
+        launch(
+            _dsd_transposed_tma_kernel, x.device, (min(tiles * topology.num_experts, num_programs(x.device)),),
+            describe_rows(s.values, config.block_k, config.block_m), x,
+            describe_weight(form, weight, config.block_m, config.block_n),
+            topology.tokens, by_size, topology.offsets, *x.stride(), topology.num_experts, hidden_size, columns,
+            DENSE_HIDDEN=form is weight.data, **flags,
         )  # fmt: skip
+        return out
+    tables = ColumnTables.of(topology, weight.columns)
+    launch(
+        _dsd_transposed_kernel, x.device, (tiles, topology.num_experts),
+        s.values, x, weight.data,
+        topology.tokens, by_size, topology.offsets, tables.column_offsets, tables.block_offsets,
+        *value_strides(s), *x.stride(), *weight.strides, hidden_size, columns,
+        HALVES=weight.halves, VARIED=tables.varied, PRECISION=fp32_precision(), **flags,
+    )  # fmt: skip
     return out

@@ -21,7 +21,6 @@ from ..launch import (
     StackedWeight,
     check_dense,
     fold_halves,
-    on_device,
     stack_bias,
     stack_weight,
 )
@@ -29,6 +28,7 @@ from ..reference import Order
 from ..topology import Topology
 from .activation_functions import function_value
 from .descriptors import describe_rows, describe_weight, load_weight_tile, rows_are_describable, store_rows, weight_form
+from .launcher import launch
 from .tiles import along, dot, fp32_precision, grouped_order, row_tile, split_halves, value_rows, weight_block, wrapped
 
 
@@ -256,20 +256,21 @@ def _launch(
         "GATHER": order == "tokens", "EVEN_K": weight.hidden_size % config.block_k == 0, "HAS_BIAS": bias is not None,
         "FUNCTION": function, "SAVE_PRE": pre is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    with on_device(x.device):
-        if form is not None and config.tma:
-            _sdd_tma_kernel[(min(tiles, num_programs(x.device)),)](
-                x, describe_weight(form, weight, block_n, config.block_k), bias,
-                describe_rows(pre, config.block_m, block_n, weight.halves), describe_rows(act, config.block_m, block_n),
-                topology.tokens, schedule.tiles, schedule.num_tiles,
-                *x.stride(), *bias_strides, schedule.capacity, weight.hidden_size, columns,
-                DENSE_HIDDEN=form is weight.data, **flags,
-            )  # fmt: skip
-            return
-        tables = ColumnTables.of(topology, weight.columns)
-        _sdd_kernel[(tiles,)](
-            x, weight.data, bias, pre, act,
-            topology.tokens, schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
-            *x.stride(), *weight.strides, *bias_strides, schedule.capacity, weight.hidden_size, columns,
-            VARIED=tables.varied, PRECISION=fp32_precision(), **flags,
+    if form is not None and config.tma:
+        launch(
+            _sdd_tma_kernel, x.device, (min(tiles, num_programs(x.device)),),
+            x, describe_weight(form, weight, block_n, config.block_k), bias,
+            describe_rows(pre, config.block_m, block_n, weight.halves), describe_rows(act, config.block_m, block_n),
+            topology.tokens, schedule.tiles, schedule.num_tiles,
+            *x.stride(), *bias_strides, schedule.capacity, weight.hidden_size, columns,
+            DENSE_HIDDEN=form is weight.data, **flags,
         )  # fmt: skip
+        return
+    tables = ColumnTables.of(topology, weight.columns)
+    launch(
+        _sdd_kernel, x.device, (tiles,),
+        x, weight.data, bias, pre, act,
+        topology.tokens, schedule.tiles, topology.offsets, tables.column_offsets, tables.block_offsets,
+        *x.stride(), *weight.strides, *bias_strides, schedule.capacity, weight.hidden_size, columns,
+        VARIED=tables.varied, PRECISION=fp32_precision(), **flags,
+    )  # fmt: skip

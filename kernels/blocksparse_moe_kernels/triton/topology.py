@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import ceil_div, next_power_of_2
-from ..launch import on_device
 from ..sort_op import tile_capacity
+from .launcher import launch
 
 
 @triton.jit
@@ -199,27 +199,28 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
     if num_slots <= _FEW_SLOTS:
         block, tiles_each = 64, max(8, min(64, 8192 // experts))
         programs = ceil_div(num_slots, block) + max(1, ceil_div(capacity, tiles_each))
-        with on_device(ids.device):
-            _sort_few_kernel[(programs,)](
-                flat, tokens, slots, rows, offsets, by_size, tiles, num_tiles,
-                num_slots, num_experts, top_k, capacity, block_m,
-                BLOCK=block, STEP=64, EXPERTS=experts, TILES=tiles_each, num_warps=8,
-            )  # fmt: skip
+        launch(
+            _sort_few_kernel, ids.device, (programs,),
+            flat, tokens, slots, rows, offsets, by_size, tiles, num_tiles,
+            num_slots, num_experts, top_k, capacity, block_m,
+            BLOCK=block, STEP=64, EXPERTS=experts, TILES=tiles_each, num_warps=8,
+        )  # fmt: skip
         return results
     block = max(step, 128 if num_slots < 16384 else 512)
     num_blocks = ceil_div(num_slots, block)
     before = new(num_blocks, num_experts)
-    with on_device(ids.device):
-        if num_blocks:
-            _count_kernel[(num_blocks,)](flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
-        _scan_kernel[(1,)](
-            before, offsets, by_size, num_tiles, num_blocks, num_experts, block_m,
-            EXPERTS=experts, CHUNK=max(1, min(64, 16384 // experts)), num_warps=8,
+    if num_blocks:
+        launch(_count_kernel, ids.device, (num_blocks,), flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
+    launch(
+        _scan_kernel, ids.device, (1,),
+        before, offsets, by_size, num_tiles, num_blocks, num_experts, block_m,
+        EXPERTS=experts, CHUNK=max(1, min(64, 16384 // experts)), num_warps=8,
+    )  # fmt: skip
+    if num_blocks:
+        launch(
+            _place_kernel, ids.device, (num_blocks,),
+            flat, before, offsets, tokens, slots, rows, tiles,
+            num_slots, num_experts, top_k, capacity, block_m,
+            BLOCK=block, STEP=step, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)), num_warps=8,
         )  # fmt: skip
-        if num_blocks:
-            _place_kernel[(num_blocks,)](
-                flat, before, offsets, tokens, slots, rows, tiles,
-                num_slots, num_experts, top_k, capacity, block_m,
-                BLOCK=block, STEP=step, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)), num_warps=8,
-            )  # fmt: skip
     return results

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config import ceil_div, num_programs
-from ..launch import on_device
+from .launcher import launch
 
 
 @triton.jit(do_not_specialize=["size", "scale"])
@@ -22,7 +22,6 @@ def zero_tail(values: Tensor, start: Tensor, scale: int = 1) -> Tensor:
     """Write zeros into contiguous `values` from element `start * scale` on, start a 0-dim device tensor. Returns `values`."""
     block = 4096
     if values.numel():
-        blocks = ceil_div(values.numel(), block)
-        with on_device(values.device):
-            _zero_tail_kernel[(min(blocks, num_programs(values.device)),)](values, start, values.numel(), scale, BLOCK=block)
+        programs = min(ceil_div(values.numel(), block), num_programs(values.device))
+        launch(_zero_tail_kernel, values.device, (programs,), values, start, values.numel(), scale, BLOCK=block)
     return values
