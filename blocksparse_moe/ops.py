@@ -61,7 +61,7 @@ def sdd(
     w, columns = _stacked(w, columns, topology)
     widths, chosen = None if columns is None else list(columns.widths), _choose(backend, w)
     values = torch.ops.blocksparse_moe.sdd(x, w, *flatten(topology, chosen), widths, order, chosen)
-    return BlockSparse(values, topology, columns or Columns((values.shape[1],) * topology.num_experts))
+    return BlockSparse(values, topology, columns or Columns.equal(values.shape[1], topology.num_experts))
 
 
 def dsd(s: BlockSparse, w: Tensor, *, order: Order = "rows", backend: str = "auto") -> Tensor:

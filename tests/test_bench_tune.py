@@ -164,7 +164,9 @@ def test_products_run_in_every_tile_and_the_table_is_written(product, monkeypatc
     assert "no shape chooses this entry" in printed and "left out" not in printed
     entries = {TileKey(**entry["key"]): entry for entry in json.loads(output.read_text())}
     assert list(entries) == list(tile_keys(config.architecture_of(DEVICE)))
-    tuned = entries[TileKey(product, "pointers", 16)]
+    tuned = entries[
+        TileKey(product, "pointers", 16, narrow=HAS_CUDA and product == "rows")
+    ]  # the interpreter's few programs are busy
     assert [line["op"] for line in tuned["measured"]] == list(tune.PRODUCTS[product])
     assert tuned["tile"]["num_stages"] == 2 and tuned["machine"].keys() == MACHINE.keys()
 

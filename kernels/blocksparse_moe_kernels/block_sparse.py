@@ -42,7 +42,7 @@ class Columns:
     @classmethod
     def equal(cls, width: int, num_experts: int) -> Columns:
         """The same number of columns for every expert."""
-        return _equal_columns(width, num_experts) if type(width) is int else cls((width,) * num_experts)
+        return cls((width,) * num_experts)
 
     @classmethod
     def of(cls, widths: Sequence[int]) -> Columns:
@@ -223,11 +223,6 @@ def block_offsets(topology: Topology, columns: Columns) -> Tensor:
     """[E + 1] int64 on the device of `topology`: first element of each expert's block in the flattened values."""
     widths = column_offsets(columns, topology.device).diff()
     return torch.cat((widths.new_zeros(1), (topology.counts * widths).cumsum(0)))
-
-
-@lru_cache(maxsize=256)
-def _equal_columns(width: int, num_experts: int) -> Columns:
-    return Columns((width,) * num_experts)
 
 
 def column_offsets(columns: Columns, device: torch.device) -> Tensor:
