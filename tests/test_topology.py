@@ -102,10 +102,15 @@ def test_from_ids(routing, layout):
     assert topology.offsets.tolist() == offsets
 
 
-@given(wide_routings, st.sampled_from(sorted(ID_LAYOUTS)), st.integers(1, 40))
-def test_sort_kernels(routing, layout, block_m):
-    """The counting sort in Triton gives what torch's sort gives."""
-    from blocksparse_moe_kernels.triton.topology import sort_ids
+@given(wide_routings, st.sampled_from(sorted(ID_LAYOUTS)), st.integers(1, 40), st.booleans())
+def test_sort_kernels(routing, layout, block_m, few):
+    """The counting sort in Triton gives what torch's sort gives, in one launch and in three."""
+    from blocksparse_moe_kernels.triton import topology as kernels
+
+    def sort_ids(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "FEW_SLOTS", kernels.FEW_SLOTS if few else 0)
+            return kernels.sort_ids(*args)
 
     ids, E = ID_LAYOUTS[layout](routing.expert_ids), routing.num_experts
     expected = Topology.from_ids(ids.cpu(), E, block_ms=(block_m,))

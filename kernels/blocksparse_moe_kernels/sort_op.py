@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 MAX_EXPERTS = 1024
-"""Above it a tile of slots x experts, by which slots are ranked, holds too few slots; see triton/topology.py."""
+"""Above it, ranking the experts by size takes one program too long; see triton/topology.py."""
 
 _HAS_TRITON = find_spec("triton") is not None
 _LIBRARY = torch.library.Library("blocksparse_moe_kernels", "DEF")

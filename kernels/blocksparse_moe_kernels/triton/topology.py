@@ -4,9 +4,9 @@
     scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]; by_size [E]
     place      slot -> row and back, and this block's share of tiles    rows, slots, tokens [M]; tiles [3, capacity]
 
-Few slots are sorted in one launch instead: a slot's place is the number of slots that come before it, all of which it looks
-at. Every integer has one place whatever the order of programs, so results are bitwise repeatable; no atomics. A counting sort
-instead of a general one since there are few experts, and each slot is read twice and written once.
+Within its block a slot counts those before it that go to the same expert. Few slots are sorted in one launch: there it counts
+all that come before it. Every integer has one place whatever the order of programs, so results are bitwise repeatable; no
+atomics. A counting sort instead of a general one since there are few experts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,24 @@ from .launcher import launch
 
 
 @triton.jit
-def _load_experts(Ids, slot, num_slots, num_experts):
-    """(expert, whether it is one) of slots; those behind the last one have none."""
+def _load_keys(Ids, slot, num_slots, num_experts):
+    """Experts of slots in int32; num_experts for those that have none, as those behind the last slot."""
     expert = tl.load(Ids + slot, mask=slot < num_slots, other=-1)
-    return expert, (expert >= 0) & (expert < num_experts)
+    return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
 
 
 @triton.jit
-def _count(expert, here, EXPERTS: tl.constexpr):
-    return tl.histogram(tl.where(here, expert, 0).to(tl.int32), EXPERTS, mask=here)
+def _count(key, num_experts, EXPERTS: tl.constexpr):
+    here = key < num_experts
+    return tl.histogram(tl.where(here, key, 0), EXPERTS, mask=here)
+
+
+@triton.jit
+def _store_places(Rows, Slots, Tokens, slot, key, place, num_slots, num_experts, top_k):
+    mask = slot < num_slots
+    tl.store(Rows + slot, tl.where(key < num_experts, place, -1), mask=mask)
+    tl.store(Slots + place, slot, mask=mask)
+    tl.store(Tokens + place, slot // top_k, mask=mask)
 
 
 @triton.jit
@@ -84,24 +93,18 @@ def _sort_few_kernel(
     others = tl.arange(0, STEP)
     if block < 0:
         slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        expert, here = _load_experts(Ids, slot, num_slots, num_experts)
-        key = tl.where(here, expert, num_experts).to(tl.int32)
-        place = tl.zeros((BLOCK,), tl.int32)
+        key = _load_keys(Ids, slot, num_slots, num_experts)
+        before = tl.zeros((BLOCK, STEP), tl.int32)
         for first in range(0, num_slots, STEP):
             other = first + others
-            other_expert, other_here = _load_experts(Ids, other, num_slots, num_experts)
-            other_key = tl.where(other_here, other_expert, num_experts).to(tl.int32)
+            other_key = _load_keys(Ids, other, num_slots, num_experts)
             earlier = (other_key[None, :] == key[:, None]) & (other[None, :] < slot[:, None])
-            place += tl.sum((earlier | (other_key[None, :] < key[:, None])).to(tl.int32), 1)
-        mask = slot < num_slots
-        tl.store(Rows + slot, tl.where(here, place, -1), mask=mask)
-        tl.store(Slots + place, slot, mask=mask)
-        tl.store(Tokens + place, slot // top_k, mask=mask)
+            before += (earlier | (other_key[None, :] < key[:, None])).to(tl.int32)
+        _store_places(Rows, Slots, Tokens, slot, key, tl.sum(before, 1), num_slots, num_experts, top_k)
     else:
         counts = tl.zeros((EXPERTS,), tl.int32)
         for first in range(0, num_slots, STEP):
-            expert, here = _load_experts(Ids, first + others, num_slots, num_experts)
-            counts += _count(expert, here, EXPERTS)
+            counts += _count(_load_keys(Ids, first + others, num_slots, num_experts), num_experts, EXPERTS)
         ends = tl.cumsum(counts, 0)
         if block == 0:
             _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS)
@@ -112,9 +115,9 @@ def _sort_few_kernel(
 @triton.jit(do_not_specialize=["num_slots", "num_experts"])
 def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     block = tl.program_id(0)
-    expert, here = _load_experts(Ids, block * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts)
+    counts = _count(_load_keys(Ids, block * BLOCK + tl.arange(0, BLOCK), num_slots, num_experts), num_experts, EXPERTS)
     offs_e = tl.arange(0, EXPERTS)
-    tl.store(Counts + block * num_experts + offs_e, _count(expert, here, EXPERTS), mask=offs_e < num_experts)
+    tl.store(Counts + block * num_experts + offs_e, counts, mask=offs_e < num_experts)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_experts", "block_m"])
@@ -149,27 +152,23 @@ def _place_kernel(
     before = tl.load(Before + block * num_experts + offs_e, mask=known, other=0)
     starts = tl.load(Offsets + offs_e, mask=known, other=0)
     counts = tl.load(Offsets + 1 + offs_e, mask=known, other=0) - starts
-    next_row = starts + before
-    num_kept = tl.load(Offsets + num_experts)
-    kept_before = tl.sum(before, 0)
+    first_dropped = tl.load(Offsets + num_experts) + block * BLOCK - tl.sum(before, 0)
     for step in range(0, BLOCK, STEP):
         slot = block * BLOCK + step + tl.arange(0, STEP)
-        expert, here = _load_experts(Ids, slot, num_slots, num_experts)
-        chosen = (expert[:, None] == offs_e[None, :]).to(tl.int32) * here[:, None].to(tl.int32)
-        row = tl.sum(chosen * (tl.cumsum(chosen, 0) - 1 + next_row[None, :]), 1)
-        kept = here.to(tl.int32)
-        dropped_row = num_kept + slot - (kept_before + tl.cumsum(kept, 0) - kept)
-        place = tl.where(here, row, dropped_row)
-        mask = slot < num_slots
-        tl.store(Rows + slot, tl.where(here, row, -1), mask=mask)
-        tl.store(Slots + place, slot, mask=mask)
-        tl.store(Tokens + place, slot // top_k, mask=mask)
-        next_row += tl.sum(chosen, 0)
-        kept_before += tl.sum(kept, 0)
+        key = _load_keys(Ids, slot, num_slots, num_experts)
+        earlier = tl.zeros((STEP, STEP), tl.int32)
+        for other_step in range(0, step + STEP, STEP):
+            other = block * BLOCK + other_step + tl.arange(0, STEP)
+            other_key = _load_keys(Ids, other, num_slots, num_experts)
+            earlier += ((other_key[None, :] == key[:, None]) & (other[None, :] < slot[:, None])).to(tl.int32)
+        here = key < num_experts
+        first = tl.load(Before + block * num_experts + key, mask=here) + tl.load(Offsets + key, mask=here)
+        place = tl.where(here, first, first_dropped) + tl.sum(earlier, 1)
+        _store_places(Rows, Slots, Tokens, slot, key, place, num_slots, num_experts, top_k)
     _write_tiles(Tiles, block * TILES, capacity, starts, counts, num_experts, block_m, EXPERTS, TILES)
 
 
-_FEW_SLOTS = 4096
+FEW_SLOTS = 4096
 """Up to so many, looking at all of them for each takes less than two launches more."""
 
 
@@ -178,8 +177,7 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
 
     Args:
         ids: [T, K] int32 or int64; ids outside `[0, E)` are dropped.
-        num_experts: E. With more than some 1000, a tile of slots x experts, by which slots are ranked, holds too few slots
-            to be worth it.
+        num_experts: E; one program ranks them by size, which takes time with its square.
         block_m: height of the row tiles, at least 1.
     Returns:
         tokens [M], slots [M], rows [M], offsets [E + 1], by_size [E], tiles [3, capacity] and num_tiles [], all int32.
@@ -195,8 +193,7 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
     results = (tokens, slots, rows, offsets, by_size, tiles, num_tiles)
     flat = ids.reshape(-1).contiguous()
     experts = max(16, next_power_of_2(num_experts))
-    step = max(16, min(64, 8192 // experts))
-    if num_slots <= _FEW_SLOTS:
+    if num_slots <= FEW_SLOTS:
         block, tiles_each = 64, max(8, min(64, 8192 // experts))
         programs = ceil_div(num_slots, block) + max(1, ceil_div(capacity, tiles_each))
         launch(
@@ -206,21 +203,19 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
             BLOCK=block, STEP=64, EXPERTS=experts, TILES=tiles_each, num_warps=8,
         )  # fmt: skip
         return results
-    block = max(step, 128 if num_slots < 16384 else 512)
+    block = 256 if num_slots <= 65536 else 1024
     num_blocks = ceil_div(num_slots, block)
     before = new(num_blocks, num_experts)
-    if num_blocks:
-        launch(_count_kernel, ids.device, (num_blocks,), flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
+    launch(_count_kernel, ids.device, (num_blocks,), flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
     launch(
         _scan_kernel, ids.device, (1,),
         before, offsets, by_size, num_tiles, num_blocks, num_experts, block_m,
         EXPERTS=experts, CHUNK=max(1, min(64, 16384 // experts)), num_warps=8,
     )  # fmt: skip
-    if num_blocks:
-        launch(
-            _place_kernel, ids.device, (num_blocks,),
-            flat, before, offsets, tokens, slots, rows, tiles,
-            num_slots, num_experts, top_k, capacity, block_m,
-            BLOCK=block, STEP=step, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)), num_warps=8,
-        )  # fmt: skip
+    launch(
+        _place_kernel, ids.device, (num_blocks,),
+        flat, before, offsets, tokens, slots, rows, tiles,
+        num_slots, num_experts, top_k, capacity, block_m,
+        BLOCK=block, STEP=64, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)), num_warps=8,
+    )  # fmt: skip
     return results
