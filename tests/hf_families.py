@@ -85,6 +85,8 @@ INKLING = dict(
 )
 SOFTCAPS = dict(unpadded_vocab_size=48, mlp_gate_softcap=1.0, mlp_up_softcap=1.0, **INKLING)
 
+NO_AUX_LOSS = dict(output_router_logits=False)  # in 5.17 and before it raises
+
 
 @dataclass(frozen=True)
 class Family:
@@ -116,7 +118,7 @@ FAMILIES = {
     "axk2": Family("AXK2ForCausalLM", layers=1, since="5.15"),
     "bailing_hybrid": Family("BailingHybridForCausalLM", layers=1, since="5.20"),
     "beam": Family("BeamForCausalLM", dict(mlp_layer_types=["dense", "sparse"]), layers=1, since="5.21"),
-    "cohere2_moe": Family("Cohere2MoeForCausalLM", dict(logit_scale=1.0)),
+    "cohere2_moe": Family("Cohere2MoeForCausalLM", dict(logit_scale=1.0, mlp_layer_types=["dense", "sparse"]), layers=1),
     "deepseek_ocr2": Family("DeepseekOcr2TextModel", dict(mlp_layer_types=["dense", "sparse"]), layers=1, since="5.11"),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", layers=1),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", layers=1),
@@ -124,7 +126,9 @@ FAMILIES = {
     "deepseek_v4": Family(
         "DeepseekV4ForCausalLM", dict(num_key_value_heads=1, mlp_layer_types=["hash_moe", "moe"], o_groups=2, o_lora_rank=8)
     ),
-    "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel", dict(top_k_experts=2, global_head_dim=8), since="5.11"),
+    "diffusion_gemma": Family(
+        "DiffusionGemmaEncoderTextModel", dict(top_k_experts=2, global_head_dim=8, num_global_key_value_heads=4), since="5.11"
+    ),
     "dots1": Family("Dots1ForCausalLM", layers=1),
     "dots3_note": Family("Dots3NoteForCausalLM", layers=1, since="5.23"),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", dict(moe_k=2), layers=1),
@@ -162,12 +166,12 @@ FAMILIES = {
         layers=1,
         since="5.17",
     ),
-    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", layers=1),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", dict(mlp_layer_types=["dense", "sparse"]), layers=1),
     "gpt_oss": Family("GptOssForCausalLM"),
-    "granitemoe": Family("GraniteMoeForCausalLM", since="5.13"),
-    "granitemoe_swa": Family("GraniteMoeSWAForCausalLM", since="5.15"),
-    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", dict(shared_intermediate_size=20), since="5.13"),
-    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", dict(shared_intermediate_size=20), since="5.13"),
+    "granitemoe": Family("GraniteMoeForCausalLM", NO_AUX_LOSS, since="5.13"),
+    "granitemoe_swa": Family("GraniteMoeSWAForCausalLM", NO_AUX_LOSS, since="5.15"),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", dict(shared_intermediate_size=20, **NO_AUX_LOSS), since="5.13"),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", dict(shared_intermediate_size=20, **NO_AUX_LOSS), since="5.13"),
     "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
     "hy_v3": Family("HYV3ForCausalLM", layers=1),
     "hy_v4": Family("HYV4ForCausalLM", layers=1, since="5.17"),
@@ -237,7 +241,9 @@ FAMILIES = {
             max_seq_len=64,
             attn_config=dict(kv_n_heads=4, rope_theta=10000.0, clip_qkv=8.0),
             ffn_config=dict(ffn_hidden_size=24, moe_num_experts=8, moe_top_k=2),
+            **NO_AUX_LOSS,
         ),
+        since="5.15",
         experts="DbrxExperts",
     ),
     "jetmoe": Family("JetMoeForCausalLM", dict(kv_channels=8, num_key_value_heads=2), experts="JetMoeMoE"),
@@ -336,7 +342,7 @@ def folders() -> dict[str, list[str]]:
     return {
         folder: re.findall(r"^@use_experts_implementation.*\nclass (\w+)", source, re.MULTILINE)
         for folder, source in sources
-        if re.search(r"^class \w*Experts\(", source, re.MULTILINE)
+        if re.search(r"^@use_experts_implementation|^class \w*Experts\(", source, re.MULTILINE)
     }
 
 
