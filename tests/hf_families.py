@@ -316,9 +316,9 @@ def inputs(model: nn.Module, name: str) -> dict[str, Any]:
     """Arguments of one training step: two short sequences, so that some experts are without a token."""
     device = next(model.parameters()).device
     ids = torch.randint(3, SHARED["vocab_size"], (2, 7), generator=torch.Generator().manual_seed(1))
-    given = (
-        {"input_ids": ids} | ({"labels": ids} if FAMILIES[name].model.endswith("ForCausalLM") else {}) | FAMILIES[name].inputs
-    )
+    given = {"input_ids": ids, **FAMILIES[name].inputs}
+    if FAMILIES[name].model.endswith("ForCausalLM"):
+        given["labels"] = ids
     if "inputs_embeds" in given:
         del given["input_ids"]
     return {key: value.to(device) for key, value in given.items()}

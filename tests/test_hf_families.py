@@ -50,7 +50,7 @@ def step(model: nn.Module, given: dict[str, Any]) -> dict[str, Tensor | None]:
     result = out.logits if "logits" in out else out.last_hidden_state
     loss = out.get("loss")
     if loss is None:
-        loss = (result * torch.randn(result.shape, generator=torch.Generator().manual_seed(3)).to(result)).mean()
+        loss = (result * torch.randn(result.shape, generator=torch.Generator().manual_seed(3)).to(result)).sum()
     loss.backward()
     results = {"result": result.detach(), "loss": loss.detach()}
     if out.get("aux_loss") is not None:
@@ -64,9 +64,9 @@ def difference(ours: Tensor, other: Tensor, scale: float = 0.0) -> float:
 
 
 def assert_same_step(ours: dict[str, Tensor | None], others: dict[str, Tensor | None], tolerance: float = 1e-5) -> None:
-    """Some gradients are zero in exact arithmetic, such as that of a key's bias: noise is measured by the largest gradient."""
+    """Gradients that are zero in exact arithmetic, such as that of a key's bias, are noise: measured by the largest tensor."""
     assert ours.keys() == others.keys()
-    noise = 1e-3 * max(value.abs().max().item() for value in others.values() if value is not None)
+    noise = 1e-4 * max(value.abs().max().item() for value in others.values() if value is not None)
     for name, value in ours.items():
         other = others[name]
         if other is None:
@@ -240,7 +240,7 @@ def test_patched_experts_agree_with_eager(name, model, monkeypatch):
         assert len(handle.layers) == len(experts)
         assert_same_step(step(model, given), expected)
     assert len(sorted_rows) == eager_calls, "each call of experts is one of this package"
-    assert_same_step(step(model, given), expected, tolerance=0)
+    assert_same_step(step(model, given), expected)
     assert len(sorted_rows) == eager_calls, "a restored model is as it was"
 
 
