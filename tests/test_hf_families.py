@@ -6,6 +6,7 @@ fault in it, it must not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -26,11 +27,11 @@ from transformers.integrations import moe  # noqa: E402
 
 from .hf_families import FAMILIES, UNBUILT, build, experts_classes, experts_of, folders, inputs, missing  # noqa: E402
 
-SUPPORTED = {"mixtral"}
-"""The families that `patch_huggingface` computes."""
-
 DECORATED = [name for name, family in FAMILIES.items() if family.experts is None]
 """The families that the experts interface serves."""
+
+SUPPORTED = set(DECORATED)
+"""The families that `patch_huggingface` computes."""
 
 
 @pytest.fixture
@@ -75,6 +76,17 @@ def assert_same_step(ours: dict[str, Tensor | None], others: dict[str, Tensor | 
         assert value is not None, f"{name} has no gradient"
         assert value.dtype == other.dtype
         assert (error := difference(value, other, noise)) <= tolerance, f"{name}: relative difference {error:.2e}"
+
+
+def assert_as_exact_as_eager(
+    model: nn.Module, given: dict[str, Any], ours: dict[str, Tensor | None], eagers: dict[str, Tensor | None]
+) -> None:
+    """Every tensor is as near to eager's as others must be, or no further from fp64 than twice eager's own."""
+    exact = step(copy.deepcopy(model).double(), given)
+    for name, value in ours.items():
+        if value is not None and difference(value, eagers[name]) > 1e-5:
+            error, eagers_error = (difference(one[name].double(), exact[name]) for one in (ours, eagers))
+            assert error <= 2 * eagers_error, f"{name}: {error:.2e} from fp64, eager {eagers_error:.2e}"
 
 
 # -------------------------------------------------------------------- the bed
@@ -226,6 +238,10 @@ def test_plain_experts_agree_alone(name, model):
 # -------------------------------------------------------------------- this package
 
 
+ILL_CONDITIONED = {"hy_v4", "hy_v4_vl"}
+"""Their hyper-connections' gradients are small differences of sums: eager's own are 1e-4 to 1e-3 away from fp64."""
+
+
 @pytest.mark.parametrize("name", sorted(SUPPORTED))
 def test_patched_experts_agree_with_eager(name, model, monkeypatch):
     given, experts, reached, sorted_rows = inputs(model, name), experts_of(model, name), [], []
@@ -238,7 +254,11 @@ def test_patched_experts_agree_with_eager(name, model, monkeypatch):
     monkeypatch.setattr(Topology, "from_ids", lambda *args, **named: sorted_rows.append(args) or from_ids(*args, **named))
     with patch_huggingface(model, backend="torch") as handle:
         assert len(handle.layers) == len(experts)
-        assert_same_step(step(model, given), expected)
+        ours = step(model, given)
+    if name in ILL_CONDITIONED:
+        assert_as_exact_as_eager(model, given, ours, expected)
+    else:
+        assert_same_step(ours, expected)
     assert len(sorted_rows) == eager_calls, "each call of experts is one of this package"
     assert_same_step(step(model, given), expected)
     assert len(sorted_rows) == eager_calls, "a restored model is as it was"

@@ -64,7 +64,9 @@ def is_experts(module: Any) -> bool:
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    return is_experts(module) or type(module).__name__.endswith("Experts")
+    """Whether the module is, or by its name should be, one that computes routed experts."""
+    name = type(module).__name__
+    return is_experts(module) or (name.endswith("Experts") and "Shared" not in name)
 
 
 def why_not(module: Any) -> str | None:
@@ -114,24 +116,26 @@ def _has_default_gate(module: Any) -> bool:
     return getattr(module._apply_gate, "__func__", module._apply_gate) is _default_apply_gate
 
 
-# Class of an activation module -> function of `FUNCTIONS` that computes the same; `computes` proves it of an instance.
+# Class of an activation module, or function -> key of `FUNCTIONS` that computes the same.
 _FUNCTIONS = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELU": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "relu2",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.functional.silu": "silu",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.ReLUSquaredActivation": "relu2",
 }
 
 
 def _function_of(act_fn: Any) -> str | None:
-    if getattr(act_fn, "approximate", "none") == "tanh":
+    if getattr(act_fn, "approximate", "none") == "tanh" and type(act_fn) is nn.GELU:
         return "gelu_tanh"
-    return _FUNCTIONS.get(type(act_fn).__name__)
+    named = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
+    return _FUNCTIONS.get(f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}")
 
 
 @torch.no_grad()
@@ -139,10 +143,10 @@ def computes(module: Any, activation: str) -> bool:
     """Whether the module's gate agrees with the activation, on numbers small and large enough to meet any clamp."""
     random = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 4.0, 30.0, 1000.0]).repeat_interleave(16)[:, None]
-    pre = scale * torch.randn(64, 32, generator=random)
+    pre = scale * torch.randn(64, 32, generator=random, dtype=torch.float64)  # in fp32 two ways to write a function differ
     try:
         ours, theirs = ACTIVATIONS[activation](pre), gate(module, pre)
-    except Exception:  # a gate that cannot run by itself, on a CPU or in fp32, proves nothing
+    except Exception:  # a gate that cannot run by itself, on a CPU or in fp64, proves nothing
         return False
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
