@@ -7,11 +7,24 @@ checkpoints, auxiliary losses and hooks keep working.
 
     experts.py      what an experts module of the interface computes, and its forward here
     patch.py        switching a model, and back
+    families.py     which models there are for
 """
 
 from __future__ import annotations
 
 from .experts import UnsupportedModelError
+from .families import Support, all_supports, markdown, supports
 from .patch import NAME, PatchedLayer, PatchHandle, patch_huggingface, register_huggingface
 
-__all__ = ["NAME", "PatchHandle", "PatchedLayer", "UnsupportedModelError", "patch_huggingface", "register_huggingface"]
+__all__ = [
+    "NAME",
+    "PatchHandle",
+    "PatchedLayer",
+    "Support",
+    "UnsupportedModelError",
+    "all_supports",
+    "markdown",
+    "patch_huggingface",
+    "register_huggingface",
+    "supports",
+]
