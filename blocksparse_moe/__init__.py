@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology
 
-from .integrations.huggingface import patch_huggingface, register_huggingface
+from .integrations.huggingface import patch_huggingface, register_huggingface, supports
 from .moe import Experts, MoEConfig, dMoE
 from .ops import combine, dsd, expert_mlp, sdd
 from .router import Router, RouterConfig, RouterOutput
@@ -33,4 +33,5 @@ __all__ = [
     "patch_huggingface",
     "register_huggingface",
     "sdd",
+    "supports",
 ]

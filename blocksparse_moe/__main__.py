@@ -82,5 +82,32 @@ def demo(
     raise typer.Exit(code)
 
 
+@app.command()
+def supports(
+    model_type: Annotated[
+        str | None, typer.Argument(help='As in a config, for example "mixtral". Default: all families.')
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a document.")] = False,
+) -> None:
+    """Which Hugging Face models `patch_huggingface` can compute, in the installed transformers.
+
+    Exit codes: 0; 1, the model type that was asked for cannot be computed here; 2, transformers is missing or lacks it.
+    """
+    from .integrations import huggingface
+
+    try:
+        found = huggingface.all_supports() if model_type is None else [huggingface.supports(model_type)]
+    except (ImportError, ValueError) as error:
+        typer.echo(f"blocksparse-moe {error}", err=True)
+        raise typer.Exit(2) from None
+    if markdown:
+        typer.echo(huggingface.markdown(found))
+    else:
+        for support in found:
+            typer.echo(support)
+    if model_type is not None and not found[0]:
+        raise typer.Exit(1)
+
+
 if __name__ == "__main__":
     app()

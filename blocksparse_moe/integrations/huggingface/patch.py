@@ -1,0 +1,199 @@
+"""Switching the experts of a model to this package, and back.
+
+A patched module gets a shallow copy of its config that carries the name: models that share a config object stay independent,
+and the switch survives `deepcopy` and pickling.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from blocksparse_moe_kernels.launch import check_type
+from blocksparse_moe_kernels.versions import require
+
+from ...backends import check_name
+from ...products import choose
+from .experts import (
+    UnsupportedModelError,
+    computes,
+    experts_forward,
+    fused_activation,
+    looks_like_experts,
+    up_name,
+    why_not,
+)
+
+NAME = "blocksparse"
+"""The value of `experts_implementation` that selects this package."""
+
+
+@dataclass(frozen=True)
+class PatchedLayer:
+    """One experts module: where it is, its class, and the backend that runs it since it was patched.
+
+    Attributes:
+        activation: the key of `ACTIVATIONS` that runs inside the kernels; None where the module's own gate runs in torch.
+    """
+
+    name: str
+    experts_class: str
+    backend: str
+    activation: str | None
+
+    def __str__(self) -> str:
+        what = "its own gate in torch" if self.activation is None else f"{self.activation} fused"
+        return f"{self.name or 'the module itself'}: {self.experts_class}, {what}, backend {self.backend}"
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """One experts module that was left alone, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the module itself'}: left alone, {self.reason}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Patch:
+    """One switch of an experts module: how it is computed from then on, and the config of the module before."""
+
+    backend: str
+    fused: bool
+    config: Any
+
+
+class PatchHandle:
+    """What `patch_huggingface` did, and the way back. A context manager: leaving it restores the model.
+
+    Patches nest: a handle gives each module the state that it had before, and leaves alone what it did not change.
+
+    Keep `backward()` inside the `with` block when the model uses gradient checkpointing, which runs the forward again.
+
+    Attributes:
+        layers: one entry per experts module that was switched.
+        skipped: one entry per experts module that was left alone; empty unless `strict=False` was asked for.
+    """
+
+    def __init__(
+        self, patches: list[tuple[Any, _Patch]], layers: list[PatchedLayer], skipped: list[SkippedLayer] | None = None
+    ) -> None:
+        self._patches = patches
+        self.layers = tuple(layers)
+        self.skipped = tuple(skipped or ())
+
+    @property
+    def report(self) -> str:
+        """Every MoE layer: what runs, and why; for people."""
+        return "\n".join(str(layer) for layer in (*self.layers, *self.skipped))
+
+    def restore(self) -> None:
+        """Undo the patch, and those made over it since. Does nothing where that has happened already."""
+        for module, patch in self._patches:
+            patches = _patches(module)
+            if patch in patches:
+                module.config = patch.config
+                module._blocksparse_patches = patches[: patches.index(patch)]
+                if not module._blocksparse_patches:
+                    del module._blocksparse_patches
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def register_huggingface() -> None:
+    """Make `experts_implementation="blocksparse"` legal in `from_pretrained`, `from_config` and `set_experts_implementation`.
+
+    Registering twice is registering once. Raises ImportError without transformers >= 5.9.
+    """
+    require("transformers", "5.9", "the Hugging Face integration")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+
+
+def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool = True) -> PatchHandle:
+    """Compute the experts of `model` by this package, in place.
+
+    Args:
+        model: a transformers model whose experts dispatch through transformers' experts interface, or a part of one.
+        backend: "auto", "triton" or "torch", for every layer.
+        strict: refuse a model that has an experts module which cannot be computed here; if false, such modules are left
+            alone and listed in the report, as long as there is one that can.
+    Returns:
+        A handle with `report`, `restore()` and use as a context manager. Patching again with the same backend changes
+        nothing; with another one it changes the backend until that handle is restored.
+    Raises:
+        TypeError: `model` is no module.
+        UnsupportedModelError: the model has no experts module that can be computed here, or has one that cannot.
+        ValueError: unknown backend; NotImplementedError: the backend cannot run here, with the reason.
+        ImportError: transformers is missing or too old.
+    """
+    register_huggingface()
+    check_type("patch_huggingface", "model", model, nn.Module, "Load it first, as by AutoModelForCausalLM.from_pretrained.")
+    check_name(backend)
+    candidates = {name: module for name, module in model.named_modules() if looks_like_experts(module)}
+    reasons = {name: reason for name, module in candidates.items() if (reason := why_not(module)) is not None}
+    if len(reasons) == len(candidates) or (reasons and strict):
+        found = [f"{name or type(model).__name__}: {reason}" for name, reason in list(reasons.items())[:4]]
+        raise UnsupportedModelError(
+            f"patch_huggingface: {type(model).__name__} "
+            + (
+                f"has experts that cannot be computed here ({'; '.join(found)})."
+                if found
+                else "has no mixture-of-experts layer."
+            )
+        )
+    layers, switches = [], []
+    for name, module in candidates.items():
+        if name in reasons:
+            continue
+        weight = getattr(module, up_name(module))
+        chosen, reason = choose(backend, weight.device, weight.dtype)
+        activation = fused_activation(module)
+        if activation is not None and not computes(module, activation):
+            activation = None
+        layers.append(PatchedLayer(name, type(module).__name__, f"{chosen} ({reason})", activation))
+        switches.append((module, _Patch(backend, activation is not None, module.config)))
+    made = [(module, patch) for module, patch in switches if _switch(module, patch)]
+    return PatchHandle(made, layers, [SkippedLayer(name, reason) for name, reason in reasons.items()])
+
+
+def _switch(module: Any, patch: _Patch) -> bool:
+    """Whether there was anything to switch."""
+    patches = _patches(module)
+    if patches and (patches[-1].backend, patches[-1].fused) == (patch.backend, patch.fused):
+        return False
+    module._blocksparse_patches = (*patches, patch)
+    module.config = copy.copy(module.config)
+    # The public property would switch sub-configs as well, which the copy shares with the original.
+    module.config._experts_implementation_internal = NAME
+    return True
+
+
+def _patches(module: Any) -> tuple[_Patch, ...]:
+    """The patches of a module that have not been restored, the one in force last."""
+    return module.__dict__.get("_blocksparse_patches", ())
+
+
+def _forward(module: Any, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
+    """Forward of an experts module, in the form of transformers' interface: [T, H], ids [T, K], weights [T, K] -> [T, H]."""
+    aliases = (("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
+    expert_ids, weights = (
+        *routing,
+        *(named[first] if first in named else named[second] for first, second in aliases[len(routing) :]),
+    )
+    patches = _patches(module)
+    if not patches and (reason := why_not(module)) is not None:
+        raise UnsupportedModelError(f'experts_implementation="{NAME}": {reason}.')
+    backend, fused = (patches[-1].backend, patches[-1].fused) if patches else ("auto", True)
+    return experts_forward(module, hidden_states, expert_ids, weights, backend=backend, fused=fused)

@@ -1,0 +1,275 @@
+"""Every Hugging Face family with its experts computed elsewhere: equal to transformers' eager experts.
+
+The bed is proved first: a function of plain torch takes the place of this package, and must agree with every family; with one
+fault in it, it must not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocksparse_moe import patch_huggingface
+from blocksparse_moe.integrations.huggingface import UnsupportedModelError
+from blocksparse_moe_kernels import Topology
+
+from .support import DEVICE
+
+transformers = pytest.importorskip("transformers", minversion="5.9")
+from transformers.integrations import moe  # noqa: E402
+
+from .hf_families import FAMILIES, UNBUILT, build, experts_classes, experts_of, folders, inputs, missing  # noqa: E402
+
+DECORATED = [name for name, family in FAMILIES.items() if family.experts is None]
+"""The families that the experts interface serves."""
+
+SUPPORTED = set(DECORATED)
+"""The families that `patch_huggingface` computes."""
+
+
+@pytest.fixture
+def model(name: str) -> nn.Module:
+    if (reason := missing(FAMILIES[name])) is not None:
+        pytest.skip(reason)
+    return build(name, DEVICE)
+
+
+# -------------------------------------------------------------------- two runs of one model
+
+
+def step(model: nn.Module, given: dict[str, Any]) -> dict[str, Tensor | None]:
+    """One training step: what the model returns, and the gradient of every parameter."""
+    model.zero_grad()
+    out = model(**given)
+    result = out.logits if "logits" in out else out.last_hidden_state
+    loss = out.get("loss")
+    if loss is None:
+        loss = (result * torch.randn(result.shape, generator=torch.Generator().manual_seed(3)).to(result)).sum()
+    loss.backward()
+    results = {"result": result.detach(), "loss": loss.detach()}
+    if out.get("aux_loss") is not None:
+        results["aux_loss"] = out.aux_loss.detach()
+    return results | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def difference(ours: Tensor, other: Tensor, scale: float = 0.0) -> float:
+    """The largest difference relative to the largest element, or to `scale` where all elements are smaller than that."""
+    return ((ours - other).abs().max() / other.abs().max().clamp(min=scale or torch.finfo(other.dtype).tiny)).item()
+
+
+def assert_same_step(ours: dict[str, Tensor | None], others: dict[str, Tensor | None], tolerance: float = 1e-5) -> None:
+    """Gradients that are zero in exact arithmetic, such as that of a key's bias, are noise: measured by the largest tensor."""
+    assert ours.keys() == others.keys()
+    noise = 1e-4 * max(value.abs().max().item() for value in others.values() if value is not None)
+    for name, value in ours.items():
+        other = others[name]
+        if other is None:
+            assert value is None or not value.any(), f"{name} has a gradient; eager gives none"
+            continue
+        assert value is not None, f"{name} has no gradient"
+        assert value.dtype == other.dtype
+        assert (error := difference(value, other, noise)) <= tolerance, f"{name}: relative difference {error:.2e}"
+
+
+def assert_as_exact_as_eager(
+    model: nn.Module, given: dict[str, Any], ours: dict[str, Tensor | None], eagers: dict[str, Tensor | None]
+) -> None:
+    """Every tensor is as near to eager's as others must be, or no further from fp64 than twice eager's own."""
+    exact = step(copy.deepcopy(model).double(), given)
+    for name, value in ours.items():
+        if value is not None and difference(value, eagers[name]) > 1e-5:
+            error, eagers_error = (difference(one[name].double(), exact[name]) for one in (ours, eagers))
+            assert error <= 2 * eagers_error, f"{name}: {error:.2e} from fp64, eager {eagers_error:.2e}"
+
+
+# -------------------------------------------------------------------- the bed
+
+
+def plain(module: Any, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, *, fault: str = "none") -> Tensor:
+    """The forward of any decorated experts module, one expert after another, with every flag of the interface."""
+
+    def linear(x: Tensor, name: str, expert: int) -> Tensor:
+        weight = getattr(module, name)[expert]
+        y = x @ (weight if module.is_transposed else weight.mT)
+        return y + getattr(module, f"{name}_bias")[expert] if module.has_bias and fault != "no bias" else y
+
+    def activate(x: Tensor) -> Tensor:
+        if fault == "silu gate":
+            gate, up = x.chunk(2, dim=-1)
+            return nn.functional.silu(gate) * up
+        return module._apply_gate(x) if module.has_gate else module.act_fn(x)
+
+    up_proj = "gate_up_proj" if module.has_gate else "up_proj"
+    total = torch.zeros_like(hidden_states)
+    for expert in range(len(module.down_proj)):
+        token, slot = (expert_ids == expert).nonzero(as_tuple=True)
+        y = linear(activate(linear(hidden_states[token], up_proj, expert)), "down_proj", expert)
+        if getattr(module, "has_post_expert_norm", False) and fault != "no norm":
+            y = module.post_expert_norm(y)
+        total = total.index_add(0, token, (y * weights[token, slot, None]).to(total.dtype))
+    return total
+
+
+@contextmanager
+def computed_by(model: nn.Module, function: Callable[..., Tensor]) -> Iterator[None]:
+    """The decorated experts of the model computed by `function`."""
+    moe.ALL_EXPERTS_FUNCTIONS.register("test_bed", function)
+    model.set_experts_implementation("test_bed")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation("eager")
+        del moe.ExpertsInterface._global_mapping["test_bed"]
+
+
+@pytest.mark.parametrize("name", DECORATED)
+def test_plain_experts_agree_with_eager(name, model):
+    given, experts, reached = inputs(model, name), experts_of(model, name), []
+
+    def counted(module: nn.Module, *args: Tensor) -> Tensor:
+        reached.append(module)
+        return plain(module, *args)
+
+    expected = step(model, given)
+    with computed_by(model, counted):
+        assert_same_step(step(model, given), expected)
+    assert set(reached) == set(experts.values())
+    assert len(experts) == FAMILIES[name].layers
+    for path, module in experts.items():
+        for parameter, _ in module.named_parameters():
+            assert expected[f"{path}.{parameter}"].any(), f"{path}.{parameter} has no part in the result"
+
+
+FAULTS = {
+    "no bias": ["gpt_oss", "openai_privacy_filter"],
+    "no norm": ["muse_spark"],
+    "silu gate": [
+        "deepseek_v4",
+        "diffusion_gemma",
+        "gemma4",
+        "glm5_next",
+        "gpt_oss",
+        "hy_v4",
+        "hy_v4_vl",
+        "inkling2",
+        "inkling2_loop",
+        "minimax_m3_vl",
+        "openai_privacy_filter",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "fault"), [(name, fault) for fault, names in FAULTS.items() for name in names])
+def test_a_fault_shows(name, fault, model):
+    expected = step(model, inputs(model, name))
+    with computed_by(model, partial(plain, fault=fault)):
+        ours = step(model, inputs(model, name))
+    assert difference(ours["result"], expected["result"]) > 1e-2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_matter(name, model):
+    expected = step(model, inputs(model, name))
+    experts = experts_of(model, name)
+    assert len(experts) == FAMILIES[name].layers
+    for module in experts.values():
+        for parameter in module.parameters():
+            nn.init.zeros_(parameter)
+    assert difference(step(model, inputs(model, name))["result"], expected["result"]) > 0.05
+
+
+def test_every_class_of_experts_is_in_a_tiny_model():
+    """A family that a release of transformers adds has a row, or a reason in `UNBUILT`."""
+    assert folders().keys() <= {family.folder or name for name, family in FAMILIES.items()} | UNBUILT.keys()
+    names = [name for name in DECORATED if missing(FAMILIES[name]) is None]
+    assert {type(module) for name in names for module in experts_of(build(name), name).values()} == experts_classes()
+
+
+# -------------------------------------------------------------------- experts alone
+
+
+def run_alone(module: nn.Module, expert_ids: Tensor, kept: Tensor | None = None) -> dict[str, Tensor | None]:
+    """An experts module called directly: its result, and every gradient. Slots that are not `kept` have the weight zero."""
+    generator = torch.Generator().manual_seed(4)
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    num_tokens, hidden_size = len(expert_ids), up.shape[1 if module.is_transposed else 2]
+    x, grad = torch.randn(2, num_tokens, hidden_size, generator=generator).to(up)
+    x.requires_grad_()
+    weights = torch.rand(expert_ids.shape, generator=generator).to(up).requires_grad_()
+    module.zero_grad()
+    y = module(x, expert_ids, weights if kept is None else weights * kept)
+    y.backward(grad)
+    assert y.dtype == x.dtype
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad} | {
+        key: value.grad for key, value in module.named_parameters()
+    }
+
+
+def assert_experts_agree(model: nn.Module, name: str, others: Callable[[], AbstractContextManager]) -> None:
+    """Experts inside `others()` agree with eager ones: one gets no token, one a token twice, and some ids are not here."""
+    for module in {type(module): module for module in experts_of(model, name).values()}.values():
+        num_experts = len(module.down_proj)
+        ids = torch.randint(num_experts - 1, (11, 3), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+        ids[0] = 2
+        kept = (torch.rand(ids.shape, generator=torch.Generator().manual_seed(6)) < 0.8).to(DEVICE)
+        assert not kept.all()
+        expected, expected_kept = run_alone(module, ids), run_alone(module, ids, kept)
+        with others():
+            assert_same_step(run_alone(module, ids), expected)
+            for absent in (num_experts, num_experts + 100, -1):
+                ours = run_alone(module, ids.where(kept, absent))
+                assert_same_step(ours, expected_kept)
+                assert not ours["weights"][~kept].any()
+                assert not ours["down_proj"][-1].any()
+
+
+@pytest.mark.parametrize("name", DECORATED)
+def test_plain_experts_agree_alone(name, model):
+    assert_experts_agree(model, name, partial(computed_by, model, plain))
+
+
+# -------------------------------------------------------------------- this package
+
+
+ILL_CONDITIONED = {"hy_v4", "hy_v4_vl"}
+"""Their hyper-connections' gradients are small differences of sums: eager's own are 1e-4 to 1e-3 away from fp64."""
+
+
+@pytest.mark.parametrize("name", sorted(SUPPORTED))
+def test_patched_experts_agree_with_eager(name, model, monkeypatch):
+    given, experts, reached, sorted_rows = inputs(model, name), experts_of(model, name), [], []
+    for module in experts.values():
+        module.register_forward_hook(lambda module, *_: reached.append(module))
+    expected = step(model, given)
+    assert set(reached) == set(experts.values())
+    eager_calls = len(reached)
+    from_ids = Topology.from_ids
+    monkeypatch.setattr(Topology, "from_ids", lambda *args, **named: sorted_rows.append(args) or from_ids(*args, **named))
+    with patch_huggingface(model, backend="torch") as handle:
+        assert len(handle.layers) == len(experts)
+        ours = step(model, given)
+    if name in ILL_CONDITIONED:
+        assert_as_exact_as_eager(model, given, ours, expected)
+    else:
+        assert_same_step(ours, expected)
+    assert len(sorted_rows) == eager_calls, "each call of experts is one of this package"
+    assert_same_step(step(model, given), expected)
+    assert len(sorted_rows) == eager_calls, "a restored model is as it was"
+
+
+@pytest.mark.parametrize("name", [name for name in DECORATED if name in SUPPORTED])
+def test_patched_experts_agree_alone(name, model):
+    assert_experts_agree(model, name, partial(patch_huggingface, model, backend="torch"))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SUPPORTED])
+def test_other_families_are_refused(name, model):
+    with pytest.raises(UnsupportedModelError):
+        patch_huggingface(model, backend="torch")
