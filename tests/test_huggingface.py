@@ -105,6 +105,7 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # -------------------------------------------------------------------- the same numbers
 
 
+@pytest.mark.case("Q1")
 @each_backend_slowly
 def test_agrees_with_eager(backend, calls):
     model = mixtral()
