@@ -105,6 +105,7 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # -------------------------------------------------------------------- the same numbers
 
 
+@pytest.mark.case("Q1")
 @each_backend_slowly
 def test_agrees_with_eager(backend, calls):
     model = mixtral()
@@ -572,12 +573,11 @@ def qwen3(**options) -> nn.Module:
     )
 
 
-def jetmoe() -> nn.Module:
-    from transformers import JetMoeConfig, JetMoeForCausalLM
+def switch() -> nn.Module:
+    from transformers import SwitchTransformersConfig, SwitchTransformersEncoderModel
 
-    sizes = {**SIZES, **LENGTH, "num_key_value_heads": 2, "kv_channels": 12, "intermediate_size": 20}
-    sizes.pop("num_attention_heads")
-    return JetMoeForCausalLM(JetMoeConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
+    sizes = dict(vocab_size=48, d_model=24, d_kv=12, d_ff=20, num_layers=2, num_sparse_encoder_layers=1, num_heads=2)
+    return SwitchTransformersEncoderModel(SwitchTransformersConfig(**sizes, num_experts=4))
 
 
 @pytest.mark.case("Q4")
@@ -585,10 +585,10 @@ def jetmoe() -> nn.Module:
     ("make", "message"),
     [
         (llama, "LlamaForCausalLM has no mixture-of-experts layer"),
-        (jetmoe, "JetMoeForCausalLM has experts .*: JetMoeParallelExperts does not dispatch through transformers' experts"),
+        (switch, "SwitchTransformersEncoderModel has experts .*: SwitchTransformersExperts does not dispatch through"),
         (lambda: nn.Linear(2, 2), "Linear has no mixture-of-experts layer"),
     ],
-    ids=["dense", "JetMoe", "not a model"],
+    ids=["dense", "Switch", "not a model"],
 )
 def test_other_models_are_refused_and_left_alone(make, message):
     model = make()

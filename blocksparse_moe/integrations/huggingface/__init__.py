@@ -6,6 +6,7 @@ transformers dispatches the forward of a decorated experts module by the name in
 checkpoints, auxiliary losses and hooks keep working.
 
     experts.py      what an experts module of the interface computes, and its forward here
+    adapters.py     models that have no such module
     patch.py        switching a model, and back
     families.py     which models there are for
 """

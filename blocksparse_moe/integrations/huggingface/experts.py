@@ -8,6 +8,7 @@ computes it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...products import constant_when_compiled
 
 # Flags of transformers' experts interface that are known here.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class UnsupportedModelError(NotImplementedError):
@@ -39,8 +40,8 @@ class ExpertWeights:
 
     up: Tensor
     down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     @classmethod
     def of(cls, module: Any) -> ExpertWeights:
@@ -50,7 +51,7 @@ class ExpertWeights:
         if module.is_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         if not module.has_bias:
-            return cls(up, down, None, None)
+            return cls(up, down)
         return cls(up, down, getattr(module, f"{name}_bias"), module.down_proj_bias)
 
 
@@ -81,7 +82,7 @@ def why_not(module: Any) -> str | None:
         weight = getattr(module, parameter, None)
         if not isinstance(weight, Tensor) or weight.ndim not in (1, 3):  # partitioned weights are flat until they are gathered
             return f"{name} has no stacked weight {parameter} [E, ., .]"
-        if weight.dtype not in _DTYPES:
+        if weight.dtype not in DTYPES:
             return f"its weights are {weight.dtype}, a quantised format"
     return None
 
@@ -101,13 +102,15 @@ def _unknown_flags() -> dict[str, object]:
 
 def fused_activation(module: Any) -> str | None:
     """The key of `ACTIVATIONS` that the module computes; None where its own gate runs in torch."""
-    if getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False) or (module.has_gate and not _has_default_gate(module)):
         return None
-    if module.has_gate and not _has_default_gate(module):
-        return None
-    function = _function_of(module.act_fn)
-    keys = (key for key, one in ACTIVATIONS.items() if one.function == function and one.gated == module.has_gate)
-    return next(keys, None)
+    return activation_of(module.act_fn, gated=module.has_gate)
+
+
+def activation_of(act_fn: Any, gated: bool) -> str | None:
+    """The key of `ACTIVATIONS` with this function, if its class is known."""
+    function = _function_of(act_fn)
+    return next((key for key, one in ACTIVATIONS.items() if (one.function, one.gated) == (function, gated)), None)
 
 
 def _has_default_gate(module: Any) -> bool:
@@ -139,38 +142,64 @@ def _function_of(act_fn: Any) -> str | None:
 
 
 @torch.no_grad()
-def computes(module: Any, activation: str) -> bool:
-    """Whether the module's gate agrees with the activation, on numbers small and large enough to meet any clamp."""
+def agrees(activation: str, gate: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a module's gate computes the activation, on numbers small and large enough to meet any clamp."""
     random = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 4.0, 30.0, 1000.0]).repeat_interleave(16)[:, None]
     pre = scale * torch.randn(64, 32, generator=random, dtype=torch.float64)  # in fp32 two ways to write a function differ
     try:
-        ours, theirs = ACTIVATIONS[activation](pre), gate(module, pre)
+        ours, theirs = ACTIVATIONS[activation](pre), gate(pre)
     except Exception:  # a gate that cannot run by itself, on a CPU or in fp64, proves nothing
         return False
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def gate(module: Any, pre: Tensor) -> Tensor:
+def gate_of(module: Any) -> Callable[[Tensor], Tensor]:
     """The module's own activation: [M, N] -> [M, I]."""
-    return module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
+    return module._apply_gate if module.has_gate else module.act_fn
 
 
 # -------------------------------------------------------------------- the forward
 
 
 def experts_forward(
-    module: Any, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, *, backend: str, fused: bool
+    module: Any, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, *, backend: str, activation: str | None
 ) -> Tensor:
     """[T, H], ids [T, K] (those outside [0, E) are "not here"), weights [T, K] -> [T, H] in the dtype of `hidden_states`."""
     experts = ExpertWeights.of(module)
-    topology = Topology.from_ids(expert_ids, experts.up.shape[0])
-    activation = fused_activation(module) if fused else None
-    if activation is None:
-        y = _around_the_gate(module, hidden_states.to(experts.up.dtype), topology, experts, weights, backend)
-    else:
+    return compute(
+        hidden_states,
+        Topology.from_ids(expert_ids, experts.up.shape[0]),
+        experts,
+        weights,
+        activation=activation,
+        gate=gate_of(module),
+        norm=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+        backend=backend,
+    )
+
+
+def compute(
+    x: Tensor,
+    topology: Topology,
+    experts: ExpertWeights,
+    weights: Tensor | None,
+    *,
+    activation: str | None,
+    gate: Callable[[Tensor], Tensor],
+    norm: Callable[[Tensor], Tensor] | None = None,
+    backend: str,
+) -> Tensor:
+    """x [T, H] -> [T, H] in its dtype: all in the kernels with an activation, else our two products around `gate`.
+
+    Args:
+        activation: a key of `ACTIVATIONS`, or None.
+        gate: [M, N] -> [M, I], what the module computes itself.
+        norm: [M, H] -> [M, H], of each row before it is weighted.
+    """
+    if activation is not None and norm is None:
         y = expert_mlp(
-            hidden_states,
+            x,
             topology,
             experts.up,
             experts.down,
@@ -180,22 +209,16 @@ def experts_forward(
             down_proj_bias=experts.down_bias,
             backend=backend,
         )
-    return y.to(hidden_states.dtype)
-
-
-def _around_the_gate(
-    module: Any, x: Tensor, topology: Topology, experts: ExpertWeights, weights: Tensor, backend: str
-) -> Tensor:
-    """Our two products, and between them what the module computes itself."""
+        return y.to(x.dtype)
     row_experts = topology.row_experts().clamp(max=topology.num_experts - 1)
-    pre = sdd(x, experts.up, topology, backend=backend).values
+    pre = sdd(x.to(experts.up.dtype), experts.up, topology, backend=backend).values
     if experts.up_bias is not None:
         pre = pre + experts.up_bias[row_experts]
-    hidden = gate(module, pre)
+    hidden = gate(pre)
     columns = Columns.equal(hidden.shape[1], topology.num_experts)
     y = dsd(BlockSparse(hidden.to(pre.dtype), topology, columns), experts.down.transpose(1, 2), backend=backend)
     if experts.down_bias is not None:
         y = y + experts.down_bias[row_experts]
-    if getattr(module, "has_post_expert_norm", False):
-        y = module.post_expert_norm(y)
-    return combine(y, topology, weights, backend=backend)
+    if norm is not None:
+        y = norm(y)
+    return combine(y, topology, weights, backend=backend).to(x.dtype)

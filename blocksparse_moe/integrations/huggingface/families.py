@@ -14,18 +14,13 @@ from torch import nn
 
 from blocksparse_moe_kernels.versions import require
 
-from .experts import looks_like_experts, why_not
+from .adapters import ADAPTERS, adapter_of
+from .patch import candidates, why_not_patched
 
-_LATER = "its experts do not dispatch through transformers' experts interface, and there is no adapter for them yet"
 REFUSED = {
-    "aria": f"before transformers 5.18 {_LATER}",
-    "dbrx": _LATER,
+    "aria": "before transformers 5.18 its experts do not dispatch through transformers' experts interface",
     "doge": "its experts are single vectors, not MLPs",
-    "jetmoe": _LATER,
-    "llama4": _LATER,
-    "longcat_flash": _LATER,
     "nllb_moe": "its experts are modules of their own and drop tokens beyond a capacity",
-    "step3p7": _LATER,
     "switch_transformers": "its experts are modules of their own and drop tokens beyond a capacity",
     "vitpose": "its experts are heads for datasets, not routed",
 }
@@ -38,19 +33,19 @@ class Support:
 
     Attributes:
         model_type: of its config; for a model its class.
-        tier: "interface": its experts dispatch through transformers' experts interface; "refused": it has experts that cannot
-            be computed here; "dense": it has none.
+        tier: "interface": its experts dispatch through transformers' experts interface; "adapter": its modules are adapted one
+            by one; "refused": it has experts that cannot be computed here; "dense": it has none.
         experts: classes of experts that are computed here.
         reason: why not; empty if it can.
     """
 
     model_type: str
-    tier: Literal["interface", "refused", "dense"]
+    tier: Literal["interface", "adapter", "refused", "dense"]
     experts: tuple[str, ...] = ()
     reason: str = ""
 
     def __bool__(self) -> bool:
-        return self.tier == "interface"
+        return self.tier in ("interface", "adapter")
 
     def __str__(self) -> str:
         return f"{self.model_type}: {', '.join(self.experts) if self else f'no, {self.reason}'}"
@@ -72,7 +67,7 @@ def supports(subject: nn.Module | Any) -> Support:
         return _of_type(subject)
     if isinstance(getattr(subject, "model_type", None), str):
         found = [_of_type(model_type) for model_type in dict.fromkeys(_model_types(subject))]
-        best = max(found, key=lambda support: ("dense", "refused", "interface").index(support.tier))
+        best = max(found, key=lambda support: ("dense", "refused", "adapter", "interface").index(support.tier))
         if best and getattr(subject, "quantization_config", None):
             return Support(best.model_type, "refused", reason="its config asks for quantised weights; load it dequantised")
         return best
@@ -81,12 +76,13 @@ def supports(subject: nn.Module | Any) -> Support:
 
 def _of_model(model: nn.Module) -> Support:
     name = type(model).__name__
-    modules = [module for module in model.modules() if looks_like_experts(module)]
-    reasons = [reason for module in modules if (reason := why_not(module)) is not None]
+    modules = [module for _, module in candidates(model)]
+    reasons = [reason for module in modules if (reason := why_not_patched(module)) is not None]
     if reasons:
         return Support(name, "refused", reason=reasons[0])
     if modules:
-        return Support(name, "interface", tuple(dict.fromkeys(type(module).__name__ for module in modules)))
+        tier: Literal["interface", "adapter"] = "adapter" if any(map(adapter_of, modules)) else "interface"
+        return Support(name, tier, tuple(dict.fromkeys(type(module).__name__ for module in modules)))
     return Support(name, "dense", reason="it has no mixture-of-experts layer")
 
 
@@ -111,7 +107,7 @@ def _of_type(model_type: str) -> Support:
         )
     experts = _folders()[folder]
     if experts:
-        return Support(model_type, "interface", experts)
+        return Support(model_type, "adapter" if set(experts) & ADAPTERS.keys() else "interface", experts)
     if folder in REFUSED:
         return Support(model_type, "refused", reason=REFUSED[folder])
     return Support(model_type, "dense", reason="it has no mixture-of-experts layer")
@@ -141,14 +137,15 @@ def _folders_of_types() -> dict[str, str]:
     }
 
 
+_EXPERTS = rf"^(?:@use_experts_implementation.*\nclass |class (?=(?:{'|'.join(ADAPTERS)})\b))(\w+)"
+
+
 @cache
 def _folders() -> dict[str, tuple[str, ...]]:
-    """Folders of models of the installed transformers -> their classes that are decorated for the experts interface."""
+    """Folders of models of the installed transformers -> their classes that can be computed here."""
     (root,) = import_module("transformers.models").__path__
     return {
-        file.parent.name: tuple(
-            re.findall(r"^@use_experts_implementation.*\nclass (\w+)", file.read_text("utf-8"), re.MULTILINE)
-        )
+        file.parent.name: tuple(re.findall(_EXPERTS, file.read_text("utf-8"), re.MULTILINE))
         for file in sorted(Path(root).glob("*/modeling_*.py"))
         if file.name == f"modeling_{file.parent.name}.py"
     }

@@ -7,7 +7,10 @@ and the switch survives `deepcopy` and pickling.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,11 +20,15 @@ from blocksparse_moe_kernels.versions import require
 
 from ...backends import check_name
 from ...products import choose
+from .adapters import OTHERS, Adapter, adapter_of, gate_around
 from .experts import (
+    DTYPES,
     UnsupportedModelError,
-    computes,
+    activation_of,
+    agrees,
     experts_forward,
     fused_activation,
+    gate_of,
     looks_like_experts,
     up_name,
     why_not,
@@ -62,10 +69,10 @@ class SkippedLayer:
 
 @dataclass(frozen=True, eq=False)
 class _Patch:
-    """One switch of an experts module: how it is computed from then on, and the config of the module before."""
+    """One switch of a module: how it is computed from then on, and its config before (None for one with an adapter)."""
 
     backend: str
-    fused: bool
+    activation: str | None
     config: Any
 
 
@@ -98,10 +105,13 @@ class PatchHandle:
         for module, patch in self._patches:
             patches = _patches(module)
             if patch in patches:
-                module.config = patch.config
                 module._blocksparse_patches = patches[: patches.index(patch)]
                 if not module._blocksparse_patches:
                     del module._blocksparse_patches
+                if patch.config is not None:
+                    module.config = patch.config
+                elif not _patches(module):
+                    del module.forward
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -141,9 +151,9 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
     register_huggingface()
     check_type("patch_huggingface", "model", model, nn.Module, "Load it first, as by AutoModelForCausalLM.from_pretrained.")
     check_name(backend)
-    candidates = {name: module for name, module in model.named_modules() if looks_like_experts(module)}
-    reasons = {name: reason for name, module in candidates.items() if (reason := why_not(module)) is not None}
-    if len(reasons) == len(candidates) or (reasons and strict):
+    modules = dict(candidates(model))
+    reasons = {name: reason for name, module in modules.items() if (reason := why_not_patched(module)) is not None}
+    if len(reasons) == len(modules) or (reasons and strict):
         found = [f"{name or type(model).__name__}: {reason}" for name, reason in list(reasons.items())[:4]]
         raise UnsupportedModelError(
             f"patch_huggingface: {type(model).__name__} "
@@ -154,30 +164,73 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
             )
         )
     layers, switches = [], []
-    for name, module in candidates.items():
+    for name, module in modules.items():
         if name in reasons:
             continue
-        weight = getattr(module, up_name(module))
+        adapter = adapter_of(module)
+        weight = attrgetter(adapter.up if adapter else up_name(module))(module)
         chosen, reason = choose(backend, weight.device, weight.dtype)
-        activation = fused_activation(module)
-        if activation is not None and not computes(module, activation):
-            activation = None
+        activation = _proven_activation(module, adapter)
         layers.append(PatchedLayer(name, type(module).__name__, f"{chosen} ({reason})", activation))
-        switches.append((module, _Patch(backend, activation is not None, module.config)))
+        switches.append((module, _Patch(backend, activation, None if adapter else module.config)))
     made = [(module, patch) for module, patch in switches if _switch(module, patch)]
     return PatchHandle(made, layers, [SkippedLayer(name, reason) for name, reason in reasons.items()])
+
+
+def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that compute routed experts, or should by their name; not the parts of one that has an adapter."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in inside):
+            continue
+        if adapter_of(module) is not None or type(module).__name__ in OTHERS:
+            inside.append(f"{name}." if name else "")
+        if type(module).__name__ not in OTHERS and (adapter_of(module) is not None or looks_like_experts(module)):
+            yield name, module
+
+
+def why_not_patched(module: Any) -> str | None:
+    """Why `patch_huggingface` cannot compute a module; None when it can."""
+    if (adapter := adapter_of(module)) is None:
+        return why_not(module)
+    if "forward" in module.__dict__ and not _patches(module):
+        return f"the forward of this {type(module).__name__} was replaced by something else; patch the model before that"
+    weight = attrgetter(adapter.up)(module)
+    return None if weight.dtype in DTYPES else f"its weights are {weight.dtype}, a quantised format"
+
+
+def _proven_activation(module: Any, adapter: Adapter | None) -> str | None:
+    """The activation that may run inside the kernels."""
+    if adapter is None:
+        activation, gate = fused_activation(module), gate_of(module)
+    elif adapter.act_fn is None:
+        return None
+    else:
+        act_fn = attrgetter(adapter.act_fn)(module)
+        activation, gate = activation_of(act_fn, gated=True), gate_around(act_fn)
+    return activation if activation is not None and agrees(activation, gate) else None
 
 
 def _switch(module: Any, patch: _Patch) -> bool:
     """Whether there was anything to switch."""
     patches = _patches(module)
-    if patches and (patches[-1].backend, patches[-1].fused) == (patch.backend, patch.fused):
+    if patches and (patches[-1].backend, patches[-1].activation) == (patch.backend, patch.activation):
         return False
     module._blocksparse_patches = (*patches, patch)
+    if patch.config is None:
+        module.forward = partial(_adapted_forward, module)
+        return True
     module.config = copy.copy(module.config)
     # The public property would switch sub-configs as well, which the copy shares with the original.
     module.config._experts_implementation_internal = NAME
     return True
+
+
+def _adapted_forward(module: Any, *args: Any, **named: Any) -> Any:
+    """Forward of a module with an adapter."""
+    adapter, patch = adapter_of(module), _patches(module)[-1]
+    assert adapter is not None
+    return adapter.forward(module, *args, **named, backend=patch.backend, activation=patch.activation)
 
 
 def _patches(module: Any) -> tuple[_Patch, ...]:
@@ -195,5 +248,5 @@ def _forward(module: Any, hidden_states: Tensor, *routing: Tensor, **named: Tens
     patches = _patches(module)
     if not patches and (reason := why_not(module)) is not None:
         raise UnsupportedModelError(f'experts_implementation="{NAME}": {reason}.')
-    backend, fused = (patches[-1].backend, patches[-1].fused) if patches else ("auto", True)
-    return experts_forward(module, hidden_states, expert_ids, weights, backend=backend, fused=fused)
+    backend, activation = (patches[-1].backend, patches[-1].activation) if patches else ("auto", fused_activation(module))
+    return experts_forward(module, hidden_states, expert_ids, weights, backend=backend, activation=activation)

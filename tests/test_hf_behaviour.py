@@ -1,0 +1,125 @@
+"""What people do with a model, patched against unpatched, on six families that differ in router, layout and gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocksparse_moe import patch_huggingface
+
+from .support import DEVICE
+
+transformers = pytest.importorskip("transformers", minversion="5.9")
+
+from .hf_families import build, inputs  # noqa: E402
+from .test_hf_families import assert_same_step, step  # noqa: E402
+
+families = pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"])
+
+
+@pytest.fixture
+def model(name: str) -> nn.Module:
+    return build(name, DEVICE)
+
+
+def same(model: nn.Module, run: Callable[[], Tensor | dict[str, Tensor | None]]) -> None:
+    """`run` gives the same on the model as it is and on the patched one."""
+    expected = run()
+    with patch_huggingface(model, backend="torch"):
+        found = run()
+    if isinstance(found, Tensor) and not found.is_floating_point():
+        assert torch.equal(found, expected)
+    elif isinstance(found, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert_same_step(found, expected)
+
+
+@families
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=False), dict(do_sample=True, top_k=0), dict(num_beams=3)], ids=["greedy", "sampled", "beams"]
+)
+def test_generation(name, options, model):
+    """Prefill and one-token steps through the cache."""
+    prompt = inputs(model, name)["input_ids"]
+
+    def run() -> Tensor:
+        torch.manual_seed(7)
+        return model.generate(input_ids=prompt, max_new_tokens=6, min_new_tokens=6, use_cache=True, **options)
+
+    assert run().shape == (2, prompt.shape[1] + 6)
+    same(model, run)
+
+
+@families
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(name, use_reentrant, model):
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    same(model, lambda: step(model, inputs(model, name)))
+
+
+@families
+def test_save_and_load(name, model, tmp_path: Path):
+    given = inputs(model, name)
+    expected, keys = model(**given).logits, list(model.state_dict())
+    with patch_huggingface(model, backend="torch"):
+        model.save_pretrained(tmp_path)
+        assert list(model.state_dict()) == keys
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation="eager").to(DEVICE).eval()
+    assert loaded.config.to_dict().keys() == model.config.to_dict().keys()
+    torch.testing.assert_close(loaded(**given).logits, expected)
+    same(loaded, lambda: loaded(**given).logits)
+
+
+@families
+def test_resized_embeddings(name, model):
+    given = inputs(model, name)
+    with patch_huggingface(model, backend="torch"):
+        model.resize_token_embeddings(53)
+        patched = model(**given).logits
+    assert patched.shape[-1] == 53
+    torch.testing.assert_close(patched, model(**given).logits, rtol=1e-5, atol=1e-5)
+
+
+@families
+def test_left_padding(name, model):
+    given = inputs(model, name)
+    mask = torch.ones_like(given["input_ids"])
+    mask[0, :3] = 0
+    same(model, lambda: step(model, {**given, "attention_mask": mask}))
+
+
+@families
+def test_packed_sequences(name, model):
+    ids = inputs(model, name)["input_ids"].view(1, -1)
+    positions = torch.arange(7, device=DEVICE).repeat(2)[None]
+    same(model, lambda: step(model, {"input_ids": ids, "labels": ids, "position_ids": positions}))
+
+
+@families
+def test_autocast(name, model):
+    given = inputs(model, name)
+
+    def run() -> Tensor:
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            return model(**given).loss
+
+    expected = run()
+    with patch_huggingface(model, backend="torch"):
+        torch.testing.assert_close(run(), expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.slow
+@families
+def test_compile(name, model):
+    given = inputs(model, name)
+    expected = step(model, given)
+    with patch_huggingface(model, backend="torch"):
+        compiled = torch.compile(model, backend="aot_eager")
+        found = step(compiled, given)
+    assert_same_step({key.removeprefix("_orig_mod."): value for key, value in found.items()}, expected)
