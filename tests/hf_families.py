@@ -10,12 +10,14 @@ import dataclasses
 import importlib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
@@ -261,6 +263,15 @@ FAMILIES = {
         experts="Step3p7Experts",
     ),
 }
+
+QUICK = ("mixtral", "gpt_oss", "nemotron_h", "muse_spark", "llama4")
+"""Families that differ in layout, gate or way of being patched: those that `make check` tries."""
+
+
+def slow_but_for(quick: Iterable[str], names: Iterable[str]) -> list[Any]:
+    """Names as parameters of a test, of which the quick part of the suite leaves out most."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
 
 UNBUILT = {
     "nllb_moe": "drops tokens beyond a capacity, and its experts are modules of their own",

@@ -330,6 +330,7 @@ def test_infinite_skew_is_one_choice():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.case(name)) for name in FAULTS])
 def test_public_faults_of_speed_are_rows(name, monkeypatch):
     """What they measure can be asked for; here on a tiny shape, since no test judges a time."""

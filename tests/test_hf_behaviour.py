@@ -15,10 +15,12 @@ from .support import DEVICE
 
 transformers = pytest.importorskip("transformers", minversion="5.9")
 
-from .hf_families import build, inputs  # noqa: E402
+from .hf_families import build, inputs, slow_but_for  # noqa: E402
 from .test_hf_families import assert_same_step, step  # noqa: E402
 
-families = pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"])
+families = pytest.mark.parametrize(
+    "name", slow_but_for(["mixtral"], ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"])
+)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from .support import DEVICE, HAS_CUDA, assert_within_budget
 transformers = pytest.importorskip("transformers", minversion="5.9")
 from transformers.integrations import moe  # noqa: E402
 
-from .hf_families import FAMILIES, UNBUILT, build, experts_classes, experts_of, folders, inputs, missing  # noqa: E402
+from .hf_families import FAMILIES, QUICK, UNBUILT, build, experts_classes, experts_of, folders, inputs, missing, slow_but_for  # noqa: E402
 
 DECORATED = [name for name, family in FAMILIES.items() if family.experts is None]
 """The families that the experts interface serves."""
@@ -127,7 +127,7 @@ def computed_by(model: nn.Module, function: Callable[..., Tensor]) -> Iterator[N
         del moe.ExpertsInterface._global_mapping["test_bed"]
 
 
-@pytest.mark.parametrize("name", DECORATED)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, DECORATED))
 def test_plain_experts_agree_with_eager(name, model):
     given, experts, reached = inputs(model, name), experts_of(model, name), []
 
@@ -164,6 +164,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), [(name, fault) for fault, names in FAULTS.items() for name in names])
 def test_a_fault_shows(name, fault, model):
     expected = step(model, inputs(model, name))
@@ -172,7 +173,7 @@ def test_a_fault_shows(name, fault, model):
     assert difference(ours["result"], expected["result"]) > 1e-2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, FAMILIES))
 def test_experts_matter(name, model):
     expected = step(model, inputs(model, name))
     experts = experts_of(model, name)
@@ -183,6 +184,7 @@ def test_experts_matter(name, model):
     assert difference(step(model, inputs(model, name))["result"], expected["result"]) > 0.05
 
 
+@pytest.mark.slow
 def test_every_class_of_experts_is_in_a_tiny_model():
     """A family that a release of transformers adds has a row, or a reason in `UNBUILT`."""
     assert folders().keys() <= {family.folder or name for name, family in FAMILIES.items()} | UNBUILT.keys()
@@ -228,7 +230,7 @@ def assert_experts_agree(model: nn.Module, name: str, others: Callable[[], Abstr
                 assert not ours["down_proj"][-1].any()
 
 
-@pytest.mark.parametrize("name", DECORATED)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, DECORATED))
 def test_plain_experts_agree_alone(name, model):
     assert_experts_agree(model, name, partial(computed_by, model, plain))
 
@@ -241,7 +243,7 @@ ILL_CONDITIONED = {"hy_v4", "hy_v4_vl"}
 
 
 @pytest.mark.case("Q2")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, FAMILIES))
 def test_patched_experts_agree_with_eager(name, model, monkeypatch):
     given, experts, reached, sorted_rows = inputs(model, name), experts_of(model, name), [], []
     for module in experts.values():
@@ -263,7 +265,7 @@ def test_patched_experts_agree_with_eager(name, model, monkeypatch):
     assert len(sorted_rows) == eager_calls, "a restored model is as it was"
 
 
-@pytest.mark.parametrize("name", DECORATED)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, DECORATED))
 def test_patched_experts_agree_alone(name, model):
     assert_experts_agree(model, name, partial(patch_huggingface, model, backend="torch"))
 
@@ -273,7 +275,7 @@ COMPUTED_IN_FP32 = {"openai_privacy_filter"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", DECORATED)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, DECORATED))
 def test_patched_experts_in_low_precision(name, dtype, model):
     """As exact as eager experts: of all families, with the kernels where there is a GPU."""
     backend = "triton" if HAS_CUDA else "torch"
@@ -289,7 +291,7 @@ def test_patched_experts_in_low_precision(name, dtype, model):
             assert_within_budget(key, value, exact[key], eagers[key], dtype)
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(DECORATED)))
+@pytest.mark.parametrize("name", slow_but_for(QUICK, sorted(set(FAMILIES) - set(DECORATED))))
 def test_adapters_survive_copies_and_leave_nothing_behind(name, model):
     given, before = inputs(model, name), [dict(vars(module)) for module in model.modules()]
     expected = step(build(name, DEVICE), given)  # a model that has run holds hooks of transformers that cannot be pickled

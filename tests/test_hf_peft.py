@@ -16,11 +16,11 @@ from .support import DEVICE
 pytest.importorskip("transformers", minversion="5.9")
 peft = pytest.importorskip("peft")
 
-from .hf_families import build, inputs  # noqa: E402
+from .hf_families import build, inputs, slow_but_for  # noqa: E402
 from .test_hf_families import assert_same_step, step  # noqa: E402
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-families = pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+families = pytest.mark.parametrize("name", slow_but_for(["mixtral"], ["mixtral", "qwen3_moe", "gpt_oss"]))
 
 
 def with_lora(model: nn.Module, **options) -> nn.Module:

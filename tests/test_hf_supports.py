@@ -16,12 +16,12 @@ from blocksparse_moe.integrations import huggingface
 
 transformers = pytest.importorskip("transformers", minversion="5.9")
 
-from .hf_families import FAMILIES, build, folders, missing  # noqa: E402
+from .hf_families import FAMILIES, QUICK, build, folders, missing, slow_but_for  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, FAMILIES))
 def test_a_model_its_config_and_its_type_agree(name):
     if (reason := missing(FAMILIES[name])) is not None:
         pytest.skip(reason)
