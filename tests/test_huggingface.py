@@ -185,6 +185,18 @@ def test_the_table_of_functions_is_true(name):
     assert experts._function_of(act_fn) == experts._FUNCTIONS[name]
 
 
+def test_an_activation_that_is_replaced_after_the_patch():
+    model = mixtral()
+    patch_huggingface(model)
+    for module in experts_of(model):
+        module.act_fn = nn.Tanh()
+    ours = step(model)
+    model.set_experts_implementation("eager")
+    for module in experts_of(model):
+        module.config = model.config
+    assert_close(ours, step(model))
+
+
 def test_a_gate_that_changed_its_numbers_is_not_fused():
     """The class is one that is known; what it computes is not what it was."""
     model = mixtral()

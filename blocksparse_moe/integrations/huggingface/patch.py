@@ -201,14 +201,23 @@ def why_not_patched(module: Any) -> str | None:
 
 def _proven_activation(module: Any, adapter: Adapter | None) -> str | None:
     """The activation that may run inside the kernels."""
-    if adapter is None:
-        activation, gate = fused_activation(module), gate_of(module)
-    elif adapter.act_fn is None:
+    activation = _known_activation(module, adapter)
+    if activation is None:
         return None
-    else:
-        act_fn = attrgetter(adapter.act_fn)(module)
-        activation, gate = activation_of(act_fn, gated=True), gate_around(act_fn)
-    return activation if activation is not None and agrees(activation, gate) else None
+    gate = gate_around(attrgetter(str(adapter.act_fn))(module)) if adapter else gate_of(module)
+    return activation if agrees(activation, gate) else None
+
+
+def _known_activation(module: Any, adapter: Adapter | None) -> str | None:
+    """The activation by its class."""
+    if adapter is None:
+        return fused_activation(module)
+    return None if adapter.act_fn is None else activation_of(attrgetter(adapter.act_fn)(module), gated=True)
+
+
+def _activation_in_force(module: Any, adapter: Adapter | None, patch: _Patch) -> str | None:
+    """What was proven, unless the module has got another activation since."""
+    return patch.activation if _known_activation(module, adapter) == patch.activation else None
 
 
 def _switch(module: Any, patch: _Patch) -> bool:
@@ -230,7 +239,8 @@ def _adapted_forward(module: Any, *args: Any, **named: Any) -> Any:
     """Forward of a module with an adapter."""
     adapter, patch = adapter_of(module), _patches(module)[-1]
     assert adapter is not None
-    return adapter.forward(module, *args, **named, backend=patch.backend, activation=patch.activation)
+    activation = _activation_in_force(module, adapter, patch)
+    return adapter.forward(module, *args, **named, backend=patch.backend, activation=activation)
 
 
 def _patches(module: Any) -> tuple[_Patch, ...]:
@@ -248,5 +258,6 @@ def _forward(module: Any, hidden_states: Tensor, *routing: Tensor, **named: Tens
     patches = _patches(module)
     if not patches and (reason := why_not(module)) is not None:
         raise UnsupportedModelError(f'experts_implementation="{NAME}": {reason}.')
-    backend, activation = (patches[-1].backend, patches[-1].activation) if patches else ("auto", fused_activation(module))
+    backend = patches[-1].backend if patches else "auto"
+    activation = _activation_in_force(module, None, patches[-1]) if patches else fused_activation(module)
     return experts_forward(module, hidden_states, expert_ids, weights, backend=backend, activation=activation)
