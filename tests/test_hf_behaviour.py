@@ -48,6 +48,7 @@ def same(model: nn.Module, run: Callable[[], Tensor | dict[str, Tensor | None]])
 def test_generation(name, options, model):
     """Prefill and one-token steps through the cache."""
     prompt = inputs(model, name)["input_ids"]
+    model.config.output_router_logits = False  # before 5.17, the balancing loss fails beside a cache
 
     def run() -> Tensor:
         torch.manual_seed(7)
