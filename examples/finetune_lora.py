@@ -7,21 +7,16 @@ Frozen experts cost no weight gradient; adapters on `gate_up_proj` and `down_pro
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import MixtralConfig, MixtralForCausalLM
-from workshop import VOCABULARY, Text, mean_loss
+from workshop import VOCABULARY, Text, mean_loss, steps_asked_for
 
 from blocksparse_moe import patch_huggingface
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
-
+    steps = steps_asked_for(str(__doc__))
     config = MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,

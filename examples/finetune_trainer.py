@@ -8,20 +8,16 @@ Only the line with `patch_huggingface` is about this package. In place of the ra
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
-from workshop import VOCABULARY, Text, mean_loss
+from workshop import VOCABULARY, Text, mean_loss, steps_asked_for
 
 from blocksparse_moe import patch_huggingface
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
-
+    steps = steps_asked_for(str(__doc__))
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 from pathlib import Path
 
@@ -9,6 +10,13 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 256
+
+
+def steps_asked_for(description: str) -> int:
+    """`--steps` of the command line, or enough to see the loss fall."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    return parser.parse_args().steps
 
 
 class Text(torch.utils.data.Dataset):

@@ -26,9 +26,7 @@ def _sdd_run(x, w, *arguments) -> Tensor:
 
 def zero_unused(s: BlockSparse, kernels: Any) -> Tensor:
     """Values of s, with zeros behind the rows that are kept."""
-    if s.columns.are_equal:
-        return kernels.zero_tail(s.values, s.topology.num_rows, s.columns.widest)
-    return kernels.zero_tail(s.values, s.block_offsets()[-1])
+    return kernels.zero_tail(s.values, *s.end())
 
 
 def _sdd_fake(x, w, *arguments) -> Tensor:

@@ -137,6 +137,12 @@ class BlockSparse:
         """[E + 1] int64 on the device: where each expert's block begins in the flattened values."""
         return block_offsets(self.topology, self.columns)
 
+    def end(self) -> tuple[Tensor, int]:
+        """(n, scale): the first element of `values` behind the rows that are kept is n * scale, n 0-dim on the device."""
+        if self.columns.are_equal:
+            return self.topology.num_rows, self.columns.widest
+        return self.block_offsets()[-1], 1
+
     def blocks(self) -> list[Tensor]:
         """The block [n_e, N_e] of each expert, empty ones included: views of `values`. Synchronises."""
         shapes = _block_shapes(self.topology, self.columns)

@@ -109,7 +109,7 @@ class Topology:
             block_ms: tile heights whose schedules are wanted.
         Raises:
             ValueError: shape or number of experts; TypeError: dtype.
-        On a GPU three kernels do it, elsewhere torch's sort does; the result is the same.
+        On a GPU one kernel does it or, of many ids, three; elsewhere torch's sort does; the result is the same.
         Oracle: reference.topology.
         """
         if not isinstance(expert_ids, Tensor):

@@ -176,10 +176,7 @@ def activation_backward(
             wide *= up[0]
         grad_gate.copy_(function.backward(wide, gate))
         torch.mul(hidden, scale, out=strip)
-    if pre.columns.are_equal:
-        zero_tail(grad_pre.values, topology.num_rows, pre.columns.widest)
-    else:
-        zero_tail(grad_pre.values, grad_pre.block_offsets()[-1])
+    zero_tail(grad_pre.values, *grad_pre.end())
     if weights is None:
         return grad_pre, grad, None
     grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)

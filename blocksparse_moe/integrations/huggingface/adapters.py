@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ class Adapter:
     forward: Callable[..., Any]
     up: str
     act_fn: str | None
+
+    def weight_of(self, module: nn.Module) -> Tensor:
+        return attrgetter(self.up)(module)
+
+    def function_of(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        return None if self.act_fn is None else attrgetter(self.act_fn)(module)
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:

@@ -210,15 +210,16 @@ def compute(
             backend=backend,
         )
         return y.to(x.dtype)
-    row_experts = topology.row_experts().clamp(max=topology.num_experts - 1)
-    pre = sdd(x.to(experts.up.dtype), experts.up, topology, backend=backend).values
-    if experts.up_bias is not None:
-        pre = pre + experts.up_bias[row_experts]
+    pre = _add_bias(sdd(x.to(experts.up.dtype), experts.up, topology, backend=backend).values, experts.up_bias, topology)
     hidden = gate(pre)
     columns = Columns.equal(hidden.shape[1], topology.num_experts)
     y = dsd(BlockSparse(hidden.to(pre.dtype), topology, columns), experts.down.transpose(1, 2), backend=backend)
-    if experts.down_bias is not None:
-        y = y + experts.down_bias[row_experts]
+    y = _add_bias(y, experts.down_bias, topology)
     if norm is not None:
         y = norm(y)
     return combine(y, topology, weights, backend=backend).to(x.dtype)
+
+
+def _add_bias(rows: Tensor, bias: Tensor | None, topology: Topology) -> Tensor:
+    """rows [M, N] plus the bias [E, N] of the expert of each."""
+    return rows if bias is None else rows + bias[topology.row_experts().clamp(max=topology.num_experts - 1)]

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -135,7 +134,7 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
     """Compute the experts of `model` by this package, in place.
 
     Args:
-        model: a transformers model whose experts dispatch through transformers' experts interface, or a part of one.
+        model: a transformers model, or a part of one; `supports` tells which.
         backend: "auto", "triton" or "torch", for every layer.
         strict: refuse a model that has an experts module which cannot be computed here; if false, such modules are left
             alone and listed in the report, as long as there is one that can.
@@ -168,7 +167,7 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
         if name in reasons:
             continue
         adapter = adapter_of(module)
-        weight = attrgetter(adapter.up if adapter else up_name(module))(module)
+        weight = adapter.weight_of(module) if adapter else getattr(module, up_name(module))
         chosen, reason = choose(backend, weight.device, weight.dtype)
         activation = _proven_activation(module, adapter)
         layers.append(PatchedLayer(name, type(module).__name__, f"{chosen} ({reason})", activation))
@@ -183,9 +182,10 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in inside):
             continue
-        if adapter_of(module) is not None or type(module).__name__ in OTHERS:
+        adapted, other = adapter_of(module) is not None, type(module).__name__ in OTHERS
+        if adapted or other:
             inside.append(f"{name}." if name else "")
-        if type(module).__name__ not in OTHERS and (adapter_of(module) is not None or looks_like_experts(module)):
+        if adapted or (looks_like_experts(module) and not other):
             yield name, module
 
 
@@ -195,24 +195,21 @@ def why_not_patched(module: Any) -> str | None:
         return why_not(module)
     if "forward" in module.__dict__ and not _patches(module):
         return f"the forward of this {type(module).__name__} was replaced by something else; patch the model before that"
-    weight = attrgetter(adapter.up)(module)
+    weight = adapter.weight_of(module)
     return None if weight.dtype in DTYPES else f"its weights are {weight.dtype}, a quantised format"
 
 
 def _proven_activation(module: Any, adapter: Adapter | None) -> str | None:
     """The activation that may run inside the kernels."""
     activation = _known_activation(module, adapter)
-    if activation is None:
-        return None
-    gate = gate_around(attrgetter(str(adapter.act_fn))(module)) if adapter else gate_of(module)
-    return activation if agrees(activation, gate) else None
+    function = adapter.function_of(module) if adapter else None
+    gate = gate_of(module) if adapter is None else gate_around(function) if function else None
+    return activation if activation is not None and gate is not None and agrees(activation, gate) else None
 
 
 def _known_activation(module: Any, adapter: Adapter | None) -> str | None:
     """The activation by its class."""
-    if adapter is None:
-        return fused_activation(module)
-    return None if adapter.act_fn is None else activation_of(attrgetter(adapter.act_fn)(module), gated=True)
+    return activation_of(adapter.function_of(module), gated=True) if adapter else fused_activation(module)
 
 
 def _activation_in_force(module: Any, adapter: Adapter | None, patch: _Patch) -> str | None:
