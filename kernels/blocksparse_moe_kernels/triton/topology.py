@@ -1,8 +1,8 @@
 """Topology: a stable counting sort of the slots by expert, and the row tiles.
 
     count      slots of each expert in each block of slots              ids [M] -> counts [blocks, E]
-    scan       where each block's slots of each expert begin            counts, in place; offsets [E + 1]; by_size [E]
-    place      slot -> row and back, and this block's share of tiles    rows, slots, tokens [M]; tiles [3, capacity]
+    scan       slots of each expert before each block                   counts, in place; their totals [E]
+    place      slot -> row and back, and this block's share of tiles    rows, slots, tokens [M]; tiles [3, capacity]; the rest
 
 Within its block a slot counts those before it that go to the same expert. Few slots are sorted in one launch: there it counts
 all that come before it. Every integer has one place whatever the order of programs, so results are bitwise repeatable; no
@@ -120,29 +120,25 @@ def _count_kernel(Ids, Counts, num_slots, num_experts, BLOCK: tl.constexpr, EXPE
     tl.store(Counts + block * num_experts + offs_e, counts, mask=offs_e < num_experts)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_experts", "block_m"])
-def _scan_kernel(
-    Counts, Offsets, BySize, NumTiles,
-    num_blocks, num_experts, block_m,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """One program: `Counts` becomes the number of each expert's slots before the block."""
-    offs_e = tl.arange(0, EXPERTS)
-    total = tl.zeros((EXPERTS,), tl.int32)
+@triton.jit(do_not_specialize=["num_blocks", "num_experts"])
+def _scan_kernel(Counts, Totals, num_blocks, num_experts, CHUNK: tl.constexpr, SHARE: tl.constexpr):
+    """For SHARE experts: `Counts` becomes the number of their slots before the block."""
+    expert = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+    known = expert < num_experts
+    total = tl.zeros((SHARE,), tl.int32)
     for first in range(0, num_blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        mask = (block < num_blocks)[:, None] & (offs_e < num_experts)[None, :]
-        ptrs = Counts + block[:, None] * num_experts + offs_e[None, :]
+        mask = (block < num_blocks)[:, None] & known[None, :]
+        ptrs = Counts + block[:, None] * num_experts + expert[None, :]
         counts = tl.load(ptrs, mask=mask, other=0)
         tl.store(ptrs, tl.cumsum(counts, 0) - counts + total[None, :], mask=mask)
         total += tl.sum(counts, 0)
-    _write_totals(Offsets, NumTiles, total, num_experts, block_m, EXPERTS)
-    _write_by_size(BySize, total, num_experts, EXPERTS, CHUNK)
+    tl.store(Totals + expert, total, mask=known)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts", "top_k", "capacity", "block_m"])
 def _place_kernel(
-    Ids, Before, Offsets, Tokens, Slots, Rows, Tiles,
+    Ids, Before, Totals, Tokens, Slots, Rows, Offsets, BySize, Tiles, NumTiles,
     num_slots, num_experts, top_k, capacity, block_m,
     BLOCK: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -150,23 +146,27 @@ def _place_kernel(
     offs_e = tl.arange(0, EXPERTS)
     known = offs_e < num_experts
     before = tl.load(Before + block * num_experts + offs_e, mask=known, other=0)
-    starts = tl.load(Offsets + offs_e, mask=known, other=0)
-    counts = tl.load(Offsets + 1 + offs_e, mask=known, other=0) - starts
-    first_dropped = tl.load(Offsets + num_experts) + block * BLOCK - tl.sum(before, 0)
+    counts = tl.load(Totals + offs_e, mask=known, other=0)
+    starts = tl.cumsum(counts, 0) - counts
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    key = _load_keys(Ids, slot, num_slots, num_experts)
+    here = key < num_experts
+    earlier = tl.zeros((BLOCK, STEP), tl.int32)
     for step in range(0, BLOCK, STEP):
-        slot = block * BLOCK + step + tl.arange(0, STEP)
-        key = _load_keys(Ids, slot, num_slots, num_experts)
-        earlier = tl.zeros((STEP, STEP), tl.int32)
-        for other_step in range(0, step + STEP, STEP):
-            other = block * BLOCK + other_step + tl.arange(0, STEP)
-            other_key = _load_keys(Ids, other, num_slots, num_experts)
-            earlier += ((other_key[None, :] == key[:, None]) & (other[None, :] < slot[:, None])).to(tl.int32)
-        here = key < num_experts
-        first = tl.load(Before + block * num_experts + key, mask=here) + tl.load(Offsets + key, mask=here)
-        place = tl.where(here, first, first_dropped) + tl.sum(earlier, 1)
-        _store_places(Rows, Slots, Tokens, slot, key, place, num_slots, num_experts, top_k)
+        other = block * BLOCK + step + tl.arange(0, STEP)
+        other_key = _load_keys(Ids, other, num_slots, num_experts)
+        earlier += ((other_key[None, :] == key[:, None]) & (other[None, :] < slot[:, None])).to(tl.int32)
+    first_dropped = tl.sum(counts, 0) + block * BLOCK - tl.sum(before, 0)
+    first = tl.where(here, tl.gather(starts + before, tl.where(here, key, 0), 0), first_dropped)
+    _store_places(Rows, Slots, Tokens, slot, key, first + tl.sum(earlier, 1), num_slots, num_experts, top_k)
     _write_tiles(Tiles, block * TILES, capacity, starts, counts, num_experts, block_m, EXPERTS, TILES)
+    if block == 0:
+        _write_totals(Offsets, NumTiles, counts, num_experts, block_m, EXPERTS)
+        _write_by_size(BySize, counts, num_experts, EXPERTS, TILES)
 
+
+_BLOCK = 256
+"""Slots that one program counts and places."""
 
 FEW_SLOTS = 4096
 """Up to so many, looking at all of them for each takes less than two launches more."""
@@ -203,19 +203,18 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
             BLOCK=block, STEP=64, EXPERTS=experts, TILES=tiles_each, num_warps=8,
         )  # fmt: skip
         return results
-    block = 256 if num_slots <= 65536 else 1024
-    num_blocks = ceil_div(num_slots, block)
-    before = new(num_blocks, num_experts)
-    launch(_count_kernel, ids.device, (num_blocks,), flat, before, num_slots, num_experts, BLOCK=block, EXPERTS=experts)
+    num_blocks = ceil_div(num_slots, _BLOCK)
+    before, totals = new(num_blocks, num_experts), new(num_experts)
+    launch(_count_kernel, ids.device, (num_blocks,), flat, before, num_slots, num_experts, BLOCK=_BLOCK, EXPERTS=experts)
     launch(
-        _scan_kernel, ids.device, (1,),
-        before, offsets, by_size, num_tiles, num_blocks, num_experts, block_m,
-        EXPERTS=experts, CHUNK=max(1, min(64, 16384 // experts)), num_warps=8,
+        _scan_kernel, ids.device, (ceil_div(num_experts, 16),),
+        before, totals, num_blocks, num_experts,
+        CHUNK=256, SHARE=16, num_warps=8,
     )  # fmt: skip
     launch(
         _place_kernel, ids.device, (num_blocks,),
-        flat, before, offsets, tokens, slots, rows, tiles,
+        flat, before, totals, tokens, slots, rows, offsets, by_size, tiles, num_tiles,
         num_slots, num_experts, top_k, capacity, block_m,
-        BLOCK=block, STEP=64, EXPERTS=experts, TILES=next_power_of_2(ceil_div(capacity, num_blocks)), num_warps=8,
+        BLOCK=_BLOCK, STEP=32, EXPERTS=experts, TILES=max(16, next_power_of_2(ceil_div(capacity, num_blocks))), num_warps=8,
     )  # fmt: skip
     return results
