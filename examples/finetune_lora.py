@@ -28,7 +28,7 @@ def main() -> None:
         num_key_value_heads=2,
     )
     torch.manual_seed(0)
-    model = MixtralForCausalLM(config)
+    model = MixtralForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
     print(patch_huggingface(model).report)
     lora = LoraConfig(
         r=8,
@@ -45,7 +45,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=3e-3)
     batches = torch.utils.data.DataLoader(text, batch_size=8, shuffle=True)
     for step, batch in zip(range(steps), batches, strict=False):
-        loss = model(**batch).loss
+        loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -47,13 +47,13 @@ def tables(tmp_path, monkeypatch):
         (TileKey("rows", "tma", 16), GemmConfig(16, 256, 64, 4, 4, tma=True)),
         (TileKey("rows", "tma", 64), GemmConfig(64, 256, 64, 4, 4, tma=True)),
         (TileKey("rows", "tma", 128), GemmConfig(128, 256, 64, 8, 3, tma=True)),
-        (TileKey("rows", "tma", 16, narrow=True), GemmConfig(16, 64, 128, 4, 4, tma=True)),
+        (TileKey("rows", "tma", 16, narrow=True), GemmConfig(16, 128, 128, 4, 4, tma=True)),
         (TileKey("rows", "tma", 128, narrow=True), GemmConfig(128, 64, 128, 4, 4, tma=True)),
         (TileKey("rows", "pointers", 32), GemmConfig(32, 128, 64, 4, 3)),
         (TileKey("rows", "pointers", 128), GemmConfig(128, 256, 64, 8, 3)),
         (TileKey("rows", "pointers", 128, narrow=True), GemmConfig(128, 256, 64, 8, 3)),
         (TileKey("columns", "tma", 64), GemmConfig(256, 128, 64, 8, 3, tma=True)),
-        (TileKey("columns", "pointers", 16), GemmConfig(128, 256, 16, 8, 3)),
+        (TileKey("columns", "pointers", 16), GemmConfig(64, 128, 16, 4, 4)),
     ],
 )
 def test_what_hopper_takes_today(key, tile, architecture):
