@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -57,11 +57,16 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda":
         if torch.version.hip is not None:
             return "needs an NVIDIA GPU; this torch is built for ROCm"
-        capability = torch.cuda.get_device_capability(device)
+        capability = _capability(device)
         return None if capability >= (8, 0) else f"needs compute capability 8.0 or newer; {device} has {capability}"
     if device.type == "cpu" and _interpreting():
         return None
     return f"needs a CUDA device; the tensors are on {device.type} (TRITON_INTERPRET=1 runs kernels on a CPU, slowly)"
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @constant_when_compiled

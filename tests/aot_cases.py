@@ -86,9 +86,9 @@ class Layer:
     def columns(self) -> Columns:
         _, _, F, E = self.sizes
         if self.layout == "varied":
-            return Columns(tuple(F + 128 * (expert % 3) for expert in range(E)))
+            return Columns.of([F + 128 * (expert % 3) for expert in range(E)])
         if self.layout == "varied_odd":
-            return Columns(tuple(F + expert for expert in range(E)))
+            return Columns.of([F + expert for expert in range(E)])
         return Columns.equal(F, E)
 
     @cached_property

@@ -68,7 +68,7 @@ def test_auto_is_torch_where_there_is_no_cuda(device):
     ids=["hopper", "ampere", "blackwell", "fp64", "turing", "rocm"],
 )
 def test_auto_on_cuda(monkeypatch, dtype, capability, hip, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(products, "_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert products.choose("auto", CUDA, dtype) == expected
     backend, reason = select("auto", spec(dtype, CUDA))

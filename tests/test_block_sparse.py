@@ -46,7 +46,7 @@ def test_columns():
 @pytest.mark.parametrize("widths", [(), (3, 0), (-1, 2)])
 def test_columns_that_are_none(widths):
     with pytest.raises(ValueError, match="every expert needs at least one column; got"):
-        Columns(widths)
+        Columns.of(widths)
 
 
 @pytest.mark.parametrize("widths", [[2.9], "64", 5], ids=str)

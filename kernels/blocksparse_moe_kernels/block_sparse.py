@@ -27,33 +27,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of each expert, known on the host.
+    """Columns of each expert, known on the host; made by `Columns.equal` and `Columns.of`.
 
     Attributes:
-        widths: N_e of each expert.
+        num_experts: E.
+        widest: max(N_e).
+        unequal: N_e of each expert, where they differ.
     """
 
-    widths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"Columns: every expert needs at least one column; got {self.widths}.")
+    num_experts: int
+    widest: int
+    unequal: tuple[int, ...] | None = None
 
     @classmethod
     def equal(cls, width: int, num_experts: int) -> Columns:
         """The same number of columns for every expert."""
-        return cls((width,) * num_experts)
+        if num_experts < 1 or width < 1:
+            raise ValueError(f"Columns: every expert needs at least one column; got {width} columns for {num_experts} experts.")
+        return cls(num_experts, width)
 
     @classmethod
     def of(cls, widths: Sequence[int]) -> Columns:
+        """N_e of each expert."""
         try:
-            return cls(tuple(map(index, widths)))
+            widths = tuple(map(index, widths))
         except TypeError:
             raise TypeError(f"Columns.of: the columns of each expert must be integers; got {widths!r}.") from None
+        if not widths or min(widths) < 1:
+            raise ValueError(f"Columns.of: every expert needs at least one column; got {widths}.")
+        return cls(len(widths), max(widths), None if min(widths) == max(widths) else widths)
 
     @property
-    def num_experts(self) -> int:
-        return len(self.widths)
+    def widths(self) -> tuple[int, ...]:
+        """N_e of each expert."""
+        return (self.widest,) * self.num_experts if self.unequal is None else self.unequal
 
     @property
     def total(self) -> int:
@@ -61,19 +68,13 @@ class Columns:
         return sum(self.widths)
 
     @property
-    def widest(self) -> int:
-        """max(N_e)."""
-        return max(self.widths)
-
-    @property
     def are_equal(self) -> bool:
-        return self.widths.count(self.widths[0]) == len(self.widths)
+        return self.unequal is None
 
     def times(self, factor: int) -> Columns:
         """Every width multiplied: the 2F columns of a gated pre-activation from the F of its activation."""
-        if self.are_equal:
-            return Columns.equal(factor * self.widths[0], self.num_experts)
-        return Columns(tuple(factor * width for width in self.widths))
+        unequal = None if self.unequal is None else tuple(factor * width for width in self.unequal)
+        return Columns(self.num_experts, factor * self.widest, unequal)
 
     def offsets(self) -> tuple[int, ...]:
         """First column of each expert, and the total."""

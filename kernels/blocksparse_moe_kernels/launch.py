@@ -72,7 +72,7 @@ def stack_weight(operation: str, w: Tensor, topology: Topology, columns: Columns
         _check_experts(operation, "the weight", w.shape[0], num_experts)
     else:
         raise ValueError(f"{operation}: a weight is [E, N, H], [E, 2, N, H] or flat [sum N_e, H]; got {list(w.shape)}.")
-    if columns is not None and columns.widths != (w.shape[2],) * num_experts:
+    if columns is not None and columns != Columns.equal(w.shape[2], num_experts):
         raise ValueError(
             f"{operation}: the weight has {w.shape[2]} columns for every expert; columns say {columns}. "
             "Give unequal experts as a flat weight [sum N_e, H]."
@@ -177,7 +177,7 @@ def check_weights(operation: str, topology: Topology, weights: Tensor | None) ->
 
 def check_sparse(operation: str, s: BlockSparse, columns: Columns) -> None:
     """The columns of s are those of the weight."""
-    if s.columns.widths != columns.widths:
+    if s.columns != columns:
         raise ValueError(f"{operation}: the sparse operand has columns {s.columns}; the weight has {columns}.")
 
 

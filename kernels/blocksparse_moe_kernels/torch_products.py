@@ -70,7 +70,7 @@ def sdd_activation(
     stacked_bias, _ = stack_bias("sdd", bias, weight)
     weight = fold_halves(weight)
     sparse_columns = weight.sparse_columns
-    hidden_columns = Columns(tuple(width // activation.halves for width in sparse_columns.widths))
+    hidden_columns = Columns.of([width // activation.halves for width in sparse_columns.widths])
     act = _empty(x, topology, hidden_columns)
     pre = _empty(x, topology, sparse_columns) if save_pre else None
     pre_blocks = None if pre is None else _blocks(pre)

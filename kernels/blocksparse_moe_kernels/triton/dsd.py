@@ -179,7 +179,7 @@ def dsd(
         )  # fmt: skip
         return y
     tables = ColumnTables.of(topology, weight.columns)
-    columns_even = all(width % config.block_k == 0 for width in set(weight.columns.widths))
+    columns_even = all(width % config.block_k == 0 for width in weight.columns.unequal or [weight.columns.widest])
     launch(
         _dsd_kernel, w.device, (tiles,),
         s.values, weight.data, bias, y,

@@ -14,7 +14,8 @@ from triton.runtime.jit import JITFunction
 
 from ..launch import on_device
 
-_compiled: dict[tuple, tuple[Any, tuple]] = {}
+_compiled: dict[tuple, tuple[Any, tuple, Any]] = {}
+"""What to call, and with which constants behind the arguments; and the kernel, so that no other one gets its id."""
 
 
 def launch(kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -28,14 +29,14 @@ def launch(kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any,
         if not isinstance(kernel, JITFunction):
             kernel[grid](*args, **constants)
             return
-        key = (kernel, device, *compiled_for(args), *constants.items())
+        key = (id(kernel), device, *compiled_for(args), *constants, *constants.values())
         found = _compiled.get(key)
         if found is None:
             compiled = kernel[grid](*args, **constants)
             if compiled is not None:  # what records launches instead of making them returns nothing
-                _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+                _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
         else:
-            compiled, rest = found
+            compiled, rest, _ = found
             compiled[(*grid, 1, 1)[:3]](*args, *rest)
 
 
