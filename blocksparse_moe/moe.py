@@ -33,7 +33,7 @@ class MoEConfig:
         ffn_hidden_size: F of every expert, or F_e of each.
         num_experts: E.
         activation: "swiglu", "geglu", "geglu_tanh", "reglu", "relu2_glu" (gated), "silu", "gelu", "gelu_tanh", "relu" or
-            "relu2".
+            "relu2"; with parameters, as in "swiglu(alpha=1.702, gate_limit=7, up_limit=7, up_offset=1, interleaved)".
         bias: biases of both projections.
         router: how tokens choose experts.
         init_std: standard deviation of the initial weights.

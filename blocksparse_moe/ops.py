@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation
+from blocksparse_moe_kernels import BlockSparse, Columns, Topology
+from blocksparse_moe_kernels.activations import halves_of, interleaved
 from blocksparse_moe_kernels.block_sparse import check_columns
 from blocksparse_moe_kernels.launch import check_operands, check_shape, check_type, check_weights
 from blocksparse_moe_kernels.reference import Order
@@ -137,11 +138,11 @@ def expert_mlp(
     Args:
         x: [T, H]; computed in the dtype of the weights, or autocast's.
         topology: M = T * K rows over E experts.
-        up_proj: gated activations [E, 2F, H], gate rows then up rows, or [E, 2, F, H] for halves that lie apart (an
-            interleaved weight is `w.unflatten(1, (F, 2)).transpose(1, 2)`); others [E, F, H]. Any strides.
+        up_proj: gated activations [E, 2F, H], gate rows then up rows (in turn, if the activation says "interleaved"), or
+            [E, 2, F, H] for halves that lie apart; others [E, F, H]. Any strides.
         down_proj: [E, H, F], any strides.
         routing_weights: [T, K], or [M] by slot, any floating dtype; 1 if not given.
-        activation: a key of `ACTIVATIONS`.
+        activation: a key of `ACTIVATIONS`, with parameters if it has any: "swiglu(gate_limit=7, up_limit=7)".
         up_proj_bias: [E, 2F] or [E, F], or as [E, 2, F]; down_proj_bias: [E, H], added before the routing weight.
         columns: F_e of each expert. Then the weights are flat, expert after expert: up_proj [sum 2F_e, H] (or
             [sum F_e, H]), down_proj [sum F_e, H] (down, transposed), up_proj_bias [sum 2F_e].
@@ -166,13 +167,15 @@ def expert_mlp(
     )
     check_weights("expert_mlp", topology, routing_weights)
     _check_columns_type("expert_mlp", columns)
-    halves = get_activation(activation).halves
     out_dtype = autocast_dtype(x.device) or x.dtype
     dtype = autocast_dtype(x.device) or up_proj.dtype
     x, up_proj, down_proj = x.to(dtype), up_proj.to(dtype), down_proj.to(dtype)
     up_proj_bias = None if up_proj_bias is None else up_proj_bias.to(dtype)
     down_proj_bias = None if down_proj_bias is None else down_proj_bias.to(dtype)
-    up_proj, down_proj, up_proj_bias, widths = _expert_weights(topology, up_proj, down_proj, up_proj_bias, columns, halves)
+    up_proj, down_proj, up_proj_bias, widths = _expert_weights(
+        topology, up_proj, down_proj, up_proj_bias, columns, *halves_of(activation)
+    )
+    up_proj, up_proj_bias, activation = _side_by_side(up_proj, up_proj_bias, activation)
     chosen = _choose(backend, up_proj)
     arguments = (*flatten(topology, chosen), widths, activation, chosen)
     inputs = (x, up_proj, up_proj_bias, down_proj, down_proj_bias, routing_weights)
@@ -214,10 +217,11 @@ def _expert_weights(
     up_proj_bias: Tensor | None,
     columns: Columns | None,
     halves: int,
+    weight_halves: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
-    """Up as [E, halves, F, H] and down as [E, F, H] (views), or both flat with their widths F_e; the bias likewise."""
+    """Up as [E, weight_halves, N, H] and down as [E, F, H] (views), or both flat with their widths F_e; the bias likewise."""
     if columns is not None:
-        return _flat_expert_weights(topology, up_proj, down_proj, up_proj_bias, columns, halves)
+        return _flat_expert_weights(topology, up_proj, down_proj, up_proj_bias, columns, halves, weight_halves)
     E = topology.num_experts
     if down_proj.ndim != 3:
         raise ValueError(
@@ -225,23 +229,31 @@ def _expert_weights(
             "Flat weights of unequal experts need columns=Columns.of([...])."
         )
     _, H, F = down_proj.shape
-    if down_proj.shape[0] != E or up_proj.shape not in ((E, halves * F, H), (E, halves, F, H)):
-        shape = f"[{E}, 2F, H] (gate rows, then up rows)" if halves == 2 else f"[{E}, F, H]"
+    apart, joined = (E, weight_halves, halves * F // weight_halves), (E, halves * F)
+    if down_proj.shape[0] != E or up_proj.shape not in ((*joined, H), (*apart, H)):
+        order = "gate and up rows in turn" if weight_halves < halves else "gate rows, then up rows"
+        shape = f"[{E}, 2F, H] ({order})" if halves == 2 else f"[{E}, F, H]"
         raise ValueError(
             f"expert_mlp: the topology covers {E} experts, so up_proj must be {shape} and down_proj [{E}, H, F]; got up_proj "
             f"{list(up_proj.shape)} and down_proj {list(down_proj.shape)}."
         )
     if up_proj_bias is not None:
-        check_shape("expert_mlp", "up_proj_bias", up_proj_bias, ((E, halves * F), (E, halves, F)))
-        up_proj_bias = up_proj_bias if up_proj_bias.ndim == 3 else up_proj_bias.unflatten(1, (halves, F))
-    up_proj = up_proj if up_proj.ndim == 4 else up_proj.unflatten(1, (halves, F))
+        check_shape("expert_mlp", "up_proj_bias", up_proj_bias, (joined, apart))
+        up_proj_bias = up_proj_bias if up_proj_bias.ndim == 3 else up_proj_bias.unflatten(1, apart[1:])
+    up_proj = up_proj if up_proj.ndim == 4 else up_proj.unflatten(1, apart[1:])
     return up_proj, down_proj.transpose(1, 2), up_proj_bias, None
 
 
 def _flat_expert_weights(
-    topology: Topology, up_proj: Tensor, down_proj: Tensor, up_proj_bias: Tensor | None, columns: Columns, halves: int
+    topology: Topology,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    up_proj_bias: Tensor | None,
+    columns: Columns,
+    halves: int,
+    weight_halves: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int] | None]:
-    """As `_expert_weights`, from up [sum halves * F_e, H] and down [sum F_e, H]."""
+    """As `_expert_weights`, from up [sum halves * F_e, H] and down [sum F_e, H]; both stay flat where experts differ."""
     check_columns("expert_mlp", topology, columns)
     rows, total = halves * columns.total, columns.total
     if down_proj.ndim != 2 or down_proj.shape[0] != total or up_proj.shape != (rows, down_proj.shape[1]):
@@ -254,8 +266,17 @@ def _flat_expert_weights(
     if not columns.are_equal:
         return up_proj, down_proj, up_proj_bias, list(columns.widths)
     E, F = columns.num_experts, columns.widest
-    bias = None if up_proj_bias is None else up_proj_bias.unflatten(0, (E, halves, F))
-    return up_proj.unflatten(0, (E, halves, F)), down_proj.unflatten(0, (E, F)), bias, None
+    apart = (E, weight_halves, halves * F // weight_halves)
+    bias = None if up_proj_bias is None else up_proj_bias.unflatten(0, apart)
+    return up_proj.unflatten(0, apart), down_proj.unflatten(0, (E, F)), bias, None
+
+
+def _side_by_side(up_proj: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None, str]:
+    """Halves [E, 2, F, H] whose rows lie in turn, as the one matrix [E, 1, 2F, H] that they are in memory."""
+    if up_proj.ndim != 4 or up_proj.shape[1] != 2 or up_proj.stride(2) != 2 * up_proj.stride(1):
+        return up_proj, bias, activation
+    bias = None if bias is None else bias.transpose(1, 2).flatten(1, 2).unsqueeze(1)
+    return up_proj.transpose(1, 2).flatten(1, 2).unsqueeze(1), bias, interleaved(activation)
 
 
 def _check_columns_type(operation: str, columns: Columns | None) -> None:

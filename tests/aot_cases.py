@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology
-from blocksparse_moe_kernels.activations import ACTIVATIONS
+from blocksparse_moe_kernels.activations import ACTIVATIONS, get_activation
 from blocksparse_moe_kernels.block_sparse import values_shape
 from blocksparse_moe_kernels.config import (
     SHARED_MEMORY_KB,
@@ -37,6 +37,9 @@ from blocksparse_moe_kernels.triton.zero_tail import zero_tail
 ARCHITECTURES = tuple(SHARED_MEMORY_KB)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+GPT_OSS = "swiglu(alpha=1.702, gate_limit=7, up_limit=7, up_offset=1, interleaved)"
+"""The activation of most parameters."""
+
 HEIGHTS = tuple(sorted({choose_block_m(rows, 1) for rows in range(1, 1025)}))
 DEPTHS = tuple(sorted({choose_block_k(rows, 1) for rows in range(1, 1025)}))
 """Every height of row tiles that can be chosen."""
@@ -52,7 +55,7 @@ class Layer:
             axis is contiguous. "apart": gate and up interleaved, so that their halves do not follow each other. "varied":
             flat, experts of unequal size. "varied_odd": of sizes that nothing divides. "odd": "rows" with T, H and F that
             nothing divides. "strided": so too, no axis is contiguous, and strides need 64 bits.
-        activation: key of ACTIVATIONS.
+        activation: name of one.
     """
 
     dtype: str = "bf16"
@@ -71,7 +74,7 @@ class Layer:
 
     @property
     def halves(self) -> int:
-        return ACTIVATIONS[self.activation].halves
+        return get_activation(self.activation).halves
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -149,7 +152,7 @@ class Layer:
 
 
 def up(layer: Layer, config: GemmConfig, bias: bool = True, save_pre: bool = True) -> None:
-    activation = ACTIVATIONS[layer.activation]
+    activation = get_activation(layer.activation)
     columns = None if layer.columns.are_equal else layer.columns
     added = layer.bias(layer.halves) if bias else None
     weight = layer.weight(layer.halves)
@@ -187,7 +190,7 @@ def grad_down(layer: Layer, config: GemmConfig, order: str = "tokens") -> None:
 def helpers(layer: Layer) -> None:
     """Every kernel that is not a product, in each of its forms."""
     (T, H, _, _), topology, pairs = layer.sizes, layer.topology, layer.pairs
-    activation, weights = ACTIVATIONS[layer.activation], layer.tensor(T, layer.top_k, dtype="fp32")
+    activation, weights = get_activation(layer.activation), layer.tensor(T, layer.top_k, dtype="fp32")
     combine(layer.rows, topology, weights)
     combine(layer.rows, topology)
     combine(layer.tensor(pairs.num_slots, H), pairs, layer.tensor(pairs.num_slots))
@@ -270,10 +273,14 @@ def forms(architecture: int) -> Iterator[Build]:
         yield Build(up, Layer(layout=layout), architecture, rows[tile])
         yield Build(down, Layer(layout=layout), architecture, rows[tile])
         yield Build(grad_down, Layer(layout=layout), architecture, columns[tile])
+    for layout, tma in product(("rows", "columns"), (False, True)):
+        for config in row_configs("bf16", architecture, tma)[: 2 if tma else 1]:
+            yield Build(up, Layer(layout=layout, activation=GPT_OSS), architecture, config)
     yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
     yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
     yield Build(helpers, Layer(), architecture)
     yield Build(helpers, Layer(layout="varied", activation="gelu"), architecture)
+    yield Build(helpers, Layer(activation=GPT_OSS), architecture)
 
 
 def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from blocksparse_moe import products
 from blocksparse_moe.backends import BACKENDS, ExpertSpec, ExpertWeights, check_name, report, select
 from blocksparse_moe.custom_ops.define import flatten
-from blocksparse_moe_kernels import ACTIVATIONS, Columns, Topology, reference, torch_products
+from blocksparse_moe_kernels import Columns, Topology, get_activation, reference, torch_products
 
 from .support import DEVICE, HAS_CUDA, each_backend
 
@@ -191,7 +191,7 @@ class Arguments:
     def __init__(self, kind: str, columns: Columns, backend: str, activation: str = "swiglu") -> None:
         self.topology = TOPOLOGIES[kind]()
         self.columns, self.backend, self.activation = columns, backend, activation
-        self.halves = ACTIVATIONS[activation].halves
+        self.halves, self.weight_halves = get_activation(activation).halves, get_activation(activation).weight_halves
         self.flat = flatten(self.topology, backend)
         self.widths = None if columns.are_equal else list(columns.widths)
         self.experts = (*self.flat, self.widths, activation, backend)
@@ -218,7 +218,8 @@ class Arguments:
 
     def up(self) -> Tensor:
         if self.widths is None:
-            return self.randn(3, self.halves, self.columns.widest, HIDDEN)
+            rows = self.halves * self.columns.widest // self.weight_halves
+            return self.randn(3, self.weight_halves, rows, HIDDEN)
         return self.randn(self.halves * self.columns.total, HIDDEN)
 
     def up_bias(self) -> Tensor:
@@ -283,7 +284,9 @@ def test_opcheck_combine(backend, kind, columns, weighted):
 
 
 @combinations
-@pytest.mark.parametrize(("activation", "bias"), [("swiglu", True), ("relu2", False)])
+@pytest.mark.parametrize(
+    ("activation", "bias"), [("swiglu", True), ("relu2", False), ("swiglu(up_limit=1, interleaved)", True)]
+)
 def test_opcheck_expert_up(backend, kind, columns, activation, bias, fresh_memory):
     fresh_memory.value, fresh_memory.guard = 0.0, 0  # rows of the hidden activation that were dropped are not written
     a = Arguments(kind, columns, backend, activation)
@@ -308,7 +311,7 @@ def test_opcheck_expert_down(backend, kind, columns, activation, bias, weighted)
 
 
 @combinations
-@pytest.mark.parametrize(("activation", "bias", "weighted"), [("geglu", True, True), ("relu", False, False)])
+@pytest.mark.parametrize(("activation", "bias", "weighted"), [("geglu(interleaved)", True, True), ("relu", False, False)])
 def test_opcheck_expert_mlp(backend, kind, columns, activation, bias, weighted):
     a = Arguments(kind, columns, backend, activation)
     inputs = (

@@ -168,6 +168,41 @@ FAULTS = {
 }
 
 
+CLAMPED, SILU_CLAMPED = "gate_limit=1.0, up_limit=1.0", "gate_limit=1.278464542761074, up_limit=1.0"
+GATES = {
+    "deepseek_v4": f"swiglu({CLAMPED})",
+    "diffusion_gemma": "geglu_tanh",
+    "glm5_next": f"swiglu({CLAMPED})",
+    "gpt_oss": f"swiglu(interleaved, alpha=1.702, {CLAMPED}, up_offset=1.0)",
+    "hy_v4": f"swiglu({CLAMPED})",
+    "inkling2": None,
+    "minimax_m3_vl": f"swiglu(alpha=1.702, {CLAMPED}, up_offset=1.0)",
+    "muse_spark": None,
+    "nemotron_h": "relu2",
+    "openai_privacy_filter": f"swiglu(alpha=1.702, {CLAMPED}, up_offset=1.0)",
+    "step3p7": f"swiglu({SILU_CLAMPED})",
+}
+"""What runs inside the kernels; None where the gate, or a norm behind it, does not."""
+
+
+@pytest.mark.parametrize("name", slow_but_for(["gpt_oss", "step3p7"], GATES))
+def test_what_is_fused(name, model):
+    handle = patch_huggingface(model)
+    assert {layer.activation for layer in handle.layers} == {GATES[name]}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "step3p7"])
+def test_a_limit_that_changes_after_the_patch(name, model):
+    given = inputs(model, name)
+    patch_huggingface(model)
+    for module in experts_of(model, name).values():
+        module.limit *= 0.5
+    ours = step(model, given)
+    patch_huggingface(model)
+    assert {layer.activation for layer in patch_huggingface(model).layers} != {GATES[name]}
+    assert_same_step(step(model, given), ours)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), [(name, fault) for fault, names in FAULTS.items() for name in names])
 def test_a_fault_shows(name, fault, model):

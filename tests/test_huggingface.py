@@ -182,7 +182,7 @@ def test_the_table_of_functions_is_true(name):
     act_fn = found() if isinstance(found, type) else found
     x = torch.linspace(-40, 40, 1001)
     torch.testing.assert_close(FUNCTIONS[experts._FUNCTIONS[name]].value(x), act_fn(x))
-    assert experts._function_of(act_fn) == experts._FUNCTIONS[name]
+    assert experts.function_name(act_fn) == experts._FUNCTIONS[name]
 
 
 def test_an_activation_that_is_replaced_after_the_patch():

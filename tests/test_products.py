@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blocksparse_moe import dsd, sdd
 from blocksparse_moe.products import implementation
-from blocksparse_moe_kernels import ACTIVATIONS, BlockSparse, Columns, Topology, reference
+from blocksparse_moe_kernels import ACTIVATIONS, BlockSparse, Columns, Topology, get_activation, reference
 from blocksparse_moe_kernels.config import GemmConfig, column_product_config, row_product_config
 
 from .support import (
@@ -224,6 +224,9 @@ dense_axes = st.sampled_from(["hidden", "columns"])
 eights = st.integers(1, 6).map(lambda number: 8 * number)
 
 
+GPT_OSS = "swiglu(alpha=1.702, gate_limit=7, up_limit=7, up_offset=1, interleaved)"
+
+
 def weight_of(experts: int, columns: int, hidden: int, dense_axis: str, halves: int = 1) -> torch.Tensor:
     shape = (experts, halves * columns, hidden)
     w = randn(*shape, dtype=DESCRIBED_DTYPE).to(DESCRIBED_DTYPE)
@@ -240,9 +243,10 @@ def test_descriptors_change_nothing(described, data):
     topology, columns, hidden = routing.topology, data.draw(eights), data.draw(eights)
     if topology.num_slots == 0:
         return
-    experts, activation = routing.num_experts, ACTIVATIONS[data.draw(st.sampled_from(["swiglu", "gelu"]))]
+    experts, activation = routing.num_experts, get_activation(data.draw(st.sampled_from(["swiglu", "gelu", GPT_OSS])))
     w = weight_of(experts, columns, hidden, data.draw(dense_axes))
-    up = weight_of(experts, columns, hidden, "hidden", activation.halves)
+    dense_axis = data.draw(dense_axes) if activation.weight_halves == 1 else "hidden"
+    up = weight_of(experts, columns, hidden, dense_axis, activation.halves)
     up_bias = weight_of(1, activation.halves * columns, experts, "hidden")[0].T if data.draw(st.booleans()) else None
     down_bias = weight_of(1, experts, hidden, "hidden")[0] if data.draw(st.booleans()) else None
     order, save_pre = data.draw(st.sampled_from(["tokens", "rows"])), data.draw(st.booleans())

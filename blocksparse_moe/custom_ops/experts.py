@@ -32,10 +32,15 @@ EXPERTS = f"{TOPOLOGY}, SymInt[]? widths, str activation, str backend"
 
 
 def _experts(w: Tensor, arguments: Sequence[Any]) -> tuple[Topology, Columns, Activation, Any]:
-    """(topology, columns F_e, activation, kernels) from the arguments `EXPERTS` of an op; w [.., F, H] is either weight."""
-    *flat, widths, activation, backend = arguments
-    topology = unflatten(flat)
-    return topology, columns_of(widths, w.shape[-2], topology), get_activation(activation), implementation(backend)
+    """(topology, columns F_e, activation, kernels) from the arguments `EXPERTS` of an op; w is either weight."""
+    *flat, widths, name, backend = arguments
+    topology, activation = unflatten(flat), get_activation(name)
+    return topology, columns_of(widths, _hidden_width(w, activation), topology), activation, implementation(backend)
+
+
+def _hidden_width(w: Tensor, activation: Activation) -> int:
+    """F, from up [E, weight_halves, N, H] or down [E, F, H]; of no use where the weights are flat."""
+    return w.shape[1] * w.shape[2] // activation.halves if w.ndim == 4 else w.shape[-2]
 
 
 def _flat_columns(w: Tensor, columns: Columns) -> Columns | None:
@@ -50,10 +55,10 @@ def _expert_up_run(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
 
 
 def _expert_up_fake(x, w, bias, *arguments) -> tuple[Tensor, Tensor]:
-    *flat, widths, activation, _ = arguments
-    topology = unflatten(flat)
-    columns = columns_of(widths, w.shape[-2], topology)
-    pre_columns = columns.times(get_activation(activation).halves)
+    *flat, widths, name, _ = arguments
+    topology, activation = unflatten(flat), get_activation(name)
+    columns = columns_of(widths, _hidden_width(w, activation), topology)
+    pre_columns = columns.times(activation.halves)
     shapes = (values_shape(topology.num_slots, pre_columns), values_shape(topology.num_slots, columns))
     return x.new_empty(shapes[0]), x.new_empty(shapes[1])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .activations import Activation
 from .block_sparse import BlockSparse, Columns, block_offsets, column_offsets
 from .reference import Order
 from .topology import Topology
@@ -78,6 +79,20 @@ def stack_weight(operation: str, w: Tensor, topology: Topology, columns: Columns
             "Give unequal experts as a flat weight [sum N_e, H]."
         )
     return StackedWeight(w, Columns.equal(w.shape[2], num_experts), w.shape[1])
+
+
+def stack_activated(
+    operation: str, w: Tensor, topology: Topology, columns: Columns | None, activation: Activation
+) -> tuple[StackedWeight, Columns]:
+    """The weight before an activation, and the columns F_e behind it, which `columns` are where they are given."""
+    if w.ndim == 3 and w.shape[1] % activation.halves:
+        raise ValueError(
+            f"{operation}: a gated weight is [E, 2F, H], gate rows then up rows; got {list(w.shape)} with an odd size."
+        )
+    halves = activation.weight_halves
+    wide = activation.halves // halves
+    weight = stack_weight(operation, w, topology, None if columns is None else columns.times(wide), halves)
+    return weight, Columns.equal(weight.columns.widest // wide, topology.num_experts) if columns is None else columns
 
 
 def fold_halves(weight: StackedWeight) -> StackedWeight:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import FUNCTIONS, Activation
+from .activations import Activation
 from .block_sparse import BlockSparse, Columns, new_weight, values_shape
 from .launch import (
     StackedWeight,
@@ -24,6 +24,7 @@ from .launch import (
     check_same,
     check_sparse,
     fold_halves,
+    stack_activated,
     stack_bias,
     stack_weight,
 )
@@ -65,12 +66,11 @@ def sdd_activation(
     save_pre: bool = True,
 ) -> tuple[BlockSparse | None, BlockSparse]:
     """(pre-activation or None, activation of it); see `triton.sdd.sdd_activation`."""
-    weight = stack_weight("sdd", w, topology, columns, activation.halves)
+    weight, hidden_columns = stack_activated("sdd", w, topology, columns, activation)
     check_dense("sdd", x, topology, "tokens", w)
     stacked_bias, _ = stack_bias("sdd", bias, weight)
     weight = fold_halves(weight)
     sparse_columns = weight.sparse_columns
-    hidden_columns = Columns.of([width // activation.halves for width in sparse_columns.widths])
     act = _empty(x, topology, hidden_columns)
     pre = _empty(x, topology, sparse_columns) if save_pre else None
     pre_blocks = None if pre is None else _blocks(pre)
@@ -155,7 +155,7 @@ def activation_backward(
 ) -> tuple[BlockSparse, BlockSparse, Tensor | None]:
     """Gradient of `pre`, scaled hidden activation (over `grad`), gradient of the routing weights; see
     `triton.activation_backward.activation_backward`."""
-    topology, function = grad.topology, FUNCTIONS[activation.function]
+    topology = grad.topology
     dtype = torch.promote_types(grad.dtype, torch.float32)
     grad_pre = BlockSparse(torch.empty_like(pre.values), topology, pre.columns)
     slots = topology.slots.long()
@@ -163,18 +163,21 @@ def activation_backward(
     dots = torch.zeros_like(scales)
     for rows, (strip, pre_strip, grad_pre_strip) in _strips(grad, pre, grad_pre):
         wide, scale = strip.to(dtype), scales[rows, None]  # wide may be the strip itself, which is overwritten in the end
-        gate, *up = pre_strip.to(dtype).chunk(activation.halves, dim=1)
-        grad_gate, *grad_up = grad_pre_strip.chunk(activation.halves, dim=1)
-        value = function.value(gate)
-        hidden = value * up[0] if up else value
+        gate, *up = activation.split(pre_strip.to(dtype))
+        grad_gate, *grad_up = activation.split(grad_pre_strip)
+        value = activation.of_gate(gate)
+        factor = activation.of_up(up[0]) if up else None
+        hidden = value if factor is None else value * factor
         if weights is not None:
             dot = torch.linalg.vecdot(wide, hidden)
             dots[rows] = dot if bias_dot is None else dot + bias_dot[rows]
         wide *= scale
-        if up:
+        if factor is not None:
             torch.mul(wide, value, out=grad_up[0])
-            wide *= up[0]
-        grad_gate.copy_(function.backward(wide, gate))
+            if activation.up_limit is not None:
+                grad_up[0].masked_fill_(up[0].abs() > activation.up_limit, 0)
+            wide *= factor
+        grad_gate.copy_(activation.of_gate_backward(wide, gate))
         torch.mul(hidden, scale, out=strip)
     zero_tail(grad_pre.values, *grad_pre.end())
     if weights is None:

@@ -27,7 +27,7 @@ class Adapter:
     Attributes:
         forward: (module, arguments of its forward; backend, fused) -> what its forward returns.
         up: name of the up-projection, whose device and dtype choose the backend.
-        act_fn: name of the activation function; None where the module has a gate of its own.
+        act_fn: name of the activation function; None where the activation is not between two products.
     """
 
     forward: Callable[..., Any]
@@ -39,6 +39,11 @@ class Adapter:
 
     def function_of(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None if self.act_fn is None else attrgetter(self.act_fn)(module)
+
+    def gate_of(self, module: Any) -> Callable[[Tensor], Tensor] | None:
+        """[M, 2I] -> [M, I]: the module's own gate, or one around its function."""
+        function = self.function_of(module)
+        return None if function is None else getattr(module, "_apply_gate", None) or gate_around(function)
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
@@ -128,7 +133,7 @@ ADAPTERS = {
     "JetMoeMoE": Adapter(_jetmoe, "input_linear.weight", "activation"),
     "Llama4TextMoe": Adapter(_llama4, "experts.gate_up_proj", "experts.act_fn"),
     "LongcatFlashExperts": Adapter(_longcat_flash, "gate_up_proj", "act_fn"),
-    "Step3p7Experts": Adapter(_step3p7, "gate_up_proj", None),
+    "Step3p7Experts": Adapter(_step3p7, "gate_up_proj", "act_fn"),
 }
 """By the class in transformers."""
 

@@ -1,21 +1,22 @@
 """An experts module of transformers' interface: what it computes, and its forward by this package.
 
-The flags that the decorator sets say how weights lie; `_apply_gate` and `act_fn` are the activation. A gate that is known to
-be one of `ACTIVATIONS` runs inside the kernels, any other one in torch between our two products, as the module itself
-computes it.
+The flags that the decorator sets say how weights lie; `_apply_gate` and `act_fn` are the activation. A gate that is proven to
+be an `Activation`, limits included, runs inside the kernels, any other one in torch between our two products, as the module
+itself computes it.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blocksparse_moe_kernels import ACTIVATIONS, BlockSparse, Columns, Topology
+from blocksparse_moe_kernels import Activation, BlockSparse, Columns, Topology
 
 from ...ops import combine, dsd, expert_mlp, sdd
 from ...products import constant_when_compiled
@@ -100,17 +101,65 @@ def _unknown_flags() -> dict[str, object]:
 # -------------------------------------------------------------------- the activation
 
 
-def fused_activation(module: Any) -> str | None:
-    """The key of `ACTIVATIONS` that the module computes; None where its own gate runs in torch."""
-    if getattr(module, "has_post_expert_norm", False) or (module.has_gate and not _has_default_gate(module)):
+def default_activation(module: Any) -> str | None:
+    """The name of the activation of a module whose gate is that of the interface, by its class; None of others."""
+    plain = _plain_activation(module)
+    if plain is None or getattr(module, "has_post_expert_norm", False) or (module.has_gate and not _has_default_gate(module)):
         return None
-    return activation_of(module.act_fn, gated=module.has_gate)
+    return str(plain)
 
 
-def activation_of(act_fn: Any, gated: bool) -> str | None:
-    """The key of `ACTIVATIONS` with this function, if its class is known."""
-    function = _function_of(act_fn)
-    return next((key for key, one in ACTIVATIONS.items() if (one.function, one.gated) == (function, gated)), None)
+def proven_activation(module: Any, gate: Callable[[Tensor], Tensor], act_fn: Any = None) -> str | None:
+    """The name of the activation that the module's `gate` computes; None where it runs in torch.
+
+    Candidates are made from the limit and alpha that the module has; a probe of the gate decides.
+    """
+    plain = _plain_activation(module, act_fn)
+    if plain is None or getattr(module, "has_post_expert_norm", False):
+        return None
+    _, limit, alpha, _ = gate_facts(module)
+    found = [plain]
+    if plain.gated and limit is not None and 0 < limit < math.inf:
+        clamped = replace(plain, gate_limit=limit, up_limit=limit)
+        found += [clamped, replace(clamped, gate_limit=_silu_inverse(limit))]  # the latter limits silu(gate)
+        if alpha is not None:
+            found.append(replace(clamped, alpha=alpha, up_offset=1.0))
+    return next((str(activation) for activation in found if agrees(activation, gate)), None)
+
+
+def gate_facts(module: Any) -> tuple[str, float | None, float | None, str | None]:
+    """What the module's gate depends on, cheap to ask at every call: its name, limit, alpha and function."""
+    gate = getattr(module, "_apply_gate", None)
+    name = getattr(getattr(gate, "__func__", gate), "__qualname__", "")
+    limit, alpha = (_number(module, *names) for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")))
+    return name, limit, alpha, function_name(getattr(module, "act_fn", None))
+
+
+def _number(module: Any, *names: str) -> float | None:
+    """The first of the attributes that is a number."""
+    for name in names:
+        if isinstance(value := getattr(module, name, None), (int, float)):
+            return float(value)
+    return None
+
+
+def _plain_activation(module: Any, act_fn: Any = None) -> Activation | None:
+    """Without limits, from the function of the module; gates without one that is named are those of silu."""
+    act_fn = getattr(module, "act_fn", None) if act_fn is None else act_fn
+    function = "silu" if act_fn is None else function_name(act_fn)
+    gated = getattr(module, "has_gate", True)
+    if function is None:
+        return None
+    return Activation(function, gated, interleaved=gated and not getattr(module, "is_concatenated", True))
+
+
+def _silu_inverse(value: float) -> float:
+    """The x > 0 with silu(x) = value > 0, by Newton's method."""
+    x = value + 1
+    for _ in range(64):
+        sigmoid = 1 / (1 + math.exp(-x))
+        x -= (x * sigmoid - value) / (sigmoid * (1 + x * (1 - sigmoid)))
+    return x
 
 
 def _has_default_gate(module: Any) -> bool:
@@ -134,7 +183,7 @@ _FUNCTIONS = {
 }
 
 
-def _function_of(act_fn: Any) -> str | None:
+def function_name(act_fn: Any) -> str | None:
     if getattr(act_fn, "approximate", "none") == "tanh" and type(act_fn) is nn.GELU:
         return "gelu_tanh"
     named = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
@@ -142,13 +191,13 @@ def _function_of(act_fn: Any) -> str | None:
 
 
 @torch.no_grad()
-def agrees(activation: str, gate: Callable[[Tensor], Tensor]) -> bool:
+def agrees(activation: Activation, gate: Callable[[Tensor], Tensor]) -> bool:
     """Whether a module's gate computes the activation, on numbers small and large enough to meet any clamp."""
     random = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 4.0, 30.0, 1000.0]).repeat_interleave(16)[:, None]
     pre = scale * torch.randn(64, 32, generator=random, dtype=torch.float64)  # in fp32 two ways to write a function differ
     try:
-        ours, theirs = ACTIVATIONS[activation](pre), gate(pre)
+        ours, theirs = activation(pre), gate(pre)
     except Exception:  # a gate that cannot run by itself, on a CPU or in fp64, proves nothing
         return False
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -193,7 +242,7 @@ def compute(
     """x [T, H] -> [T, H] in its dtype: all in the kernels with an activation, else our two products around `gate`.
 
     Args:
-        activation: a key of `ACTIVATIONS`, or None.
+        activation: the name of one, or None.
         gate: [M, N] -> [M, I], what the module computes itself.
         norm: [M, H] -> [M, H], of each row before it is weighted.
     """

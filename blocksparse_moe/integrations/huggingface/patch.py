@@ -19,16 +19,17 @@ from blocksparse_moe_kernels.versions import require
 
 from ...backends import check_name
 from ...products import choose
-from .adapters import OTHERS, Adapter, adapter_of, gate_around
+from .adapters import OTHERS, Adapter, adapter_of
 from .experts import (
     DTYPES,
     UnsupportedModelError,
-    activation_of,
-    agrees,
+    default_activation,
     experts_forward,
-    fused_activation,
+    function_name,
+    gate_facts,
     gate_of,
     looks_like_experts,
+    proven_activation,
     up_name,
     why_not,
 )
@@ -42,7 +43,7 @@ class PatchedLayer:
     """One experts module: where it is, its class, and the backend that runs it since it was patched.
 
     Attributes:
-        activation: the key of `ACTIVATIONS` that runs inside the kernels; None where the module's own gate runs in torch.
+        activation: the name of the one that runs inside the kernels; None where the module's own gate runs in torch.
     """
 
     name: str
@@ -72,7 +73,11 @@ class _Patch:
 
     backend: str
     activation: str | None
+    facts: tuple
     config: Any
+
+    def computes_like(self, other: _Patch) -> bool:
+        return (self.backend, self.activation, self.facts) == (other.backend, other.activation, other.facts)
 
 
 class PatchHandle:
@@ -171,7 +176,7 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
         chosen, reason = choose(backend, weight.device, weight.dtype)
         activation = _proven_activation(module, adapter)
         layers.append(PatchedLayer(name, type(module).__name__, f"{chosen} ({reason})", activation))
-        switches.append((module, _Patch(backend, activation, None if adapter else module.config)))
+        switches.append((module, _Patch(backend, activation, _facts(module, adapter), None if adapter else module.config)))
     made = [(module, patch) for module, patch in switches if _switch(module, patch)]
     return PatchHandle(made, layers, [SkippedLayer(name, reason) for name, reason in reasons.items()])
 
@@ -201,26 +206,25 @@ def why_not_patched(module: Any) -> str | None:
 
 def _proven_activation(module: Any, adapter: Adapter | None) -> str | None:
     """The activation that may run inside the kernels."""
-    activation = _known_activation(module, adapter)
-    function = adapter.function_of(module) if adapter else None
-    gate = gate_of(module) if adapter is None else gate_around(function) if function else None
-    return activation if activation is not None and gate is not None and agrees(activation, gate) else None
+    if adapter is None:
+        return proven_activation(module, gate_of(module))
+    gate = adapter.gate_of(module)
+    return None if gate is None else proven_activation(module, gate, adapter.function_of(module))
 
 
-def _known_activation(module: Any, adapter: Adapter | None) -> str | None:
-    """The activation by its class."""
-    return activation_of(adapter.function_of(module), gated=True) if adapter else fused_activation(module)
+def _facts(module: Any, adapter: Adapter | None) -> tuple:
+    return *gate_facts(module), None if adapter is None else function_name(adapter.function_of(module))
 
 
 def _activation_in_force(module: Any, adapter: Adapter | None, patch: _Patch) -> str | None:
-    """What was proven, unless the module has got another activation since."""
-    return patch.activation if _known_activation(module, adapter) == patch.activation else None
+    """What was proven, unless what the gate depends on has changed since."""
+    return patch.activation if _facts(module, adapter) == patch.facts else None
 
 
 def _switch(module: Any, patch: _Patch) -> bool:
     """Whether there was anything to switch."""
     patches = _patches(module)
-    if patches and (patches[-1].backend, patches[-1].activation) == (patch.backend, patch.activation):
+    if patches and patches[-1].computes_like(patch):
         return False
     module._blocksparse_patches = (*patches, patch)
     if patch.config is None:
@@ -256,5 +260,5 @@ def _forward(module: Any, hidden_states: Tensor, *routing: Tensor, **named: Tens
     if not patches and (reason := why_not(module)) is not None:
         raise UnsupportedModelError(f'experts_implementation="{NAME}": {reason}.')
     backend = patches[-1].backend if patches else "auto"
-    activation = _activation_in_force(module, None, patches[-1]) if patches else fused_activation(module)
+    activation = _activation_in_force(module, None, patches[-1]) if patches else default_activation(module)
     return experts_forward(module, hidden_states, expert_ids, weights, backend=backend, activation=activation)

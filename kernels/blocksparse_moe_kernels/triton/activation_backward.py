@@ -19,7 +19,7 @@ from ..activations import Activation
 from ..block_sparse import BlockSparse
 from ..config import next_power_of_2
 from ..launch import ColumnTables
-from .activation_functions import function_value_and_derivative
+from .activation_functions import activation_value_and_derivatives, constants
 from .launcher import launch
 from .tiles import value_rows
 from .zero_tail import zero_tail
@@ -30,8 +30,9 @@ def _activation_backward_kernel(
     Grad, Pre, Weights, BiasDot, GradPre, GradWeights,     # [M, N], [M, HALVES * N], [M], [M], as Pre, as Weights
     Slots, Offsets, ColumnOffsets, BlockOffsets,           # [M], [E + 1] each
     stride_w, num_experts, N,
-    BLOCK_N: tl.constexpr, LOG_EXPERTS: tl.constexpr, HALVES: tl.constexpr, VARIED: tl.constexpr, FUNCTION: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LOG_EXPERTS: tl.constexpr, HALVES: tl.constexpr, VARIED: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, FUNCTION: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    GATE_LIMIT: tl.constexpr, UP_LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(Slots + row).to(tl.int64)
@@ -68,15 +69,27 @@ def _activation_backward_kernel(
         offs_n = n + tl.arange(0, BLOCK_N)
         mask = offs_n < columns
         grad = tl.load(Grad + offs_n, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(Pre + offs_n, mask=mask, other=0.0).to(tl.float32)
-        hidden, derivative = function_value_and_derivative(gate, FUNCTION)
-        if HALVES == 2:
-            up = tl.load(Pre + columns + offs_n, mask=mask, other=0.0).to(tl.float32)
-            grad_up = weight * grad * hidden
-            tl.store(GradPre + columns + offs_n, grad_up.to(GradPre.dtype.element_ty), mask=mask)
-            hidden *= up
-            derivative *= up
-        tl.store(GradPre + offs_n, (weight * grad * derivative).to(GradPre.dtype.element_ty), mask=mask)
+        if INTERLEAVED:
+            offs_pair = 2 * n + tl.arange(0, 2 * BLOCK_N)
+            mask_pair = offs_pair < 2 * columns
+            pair = tl.load(Pre + offs_pair, mask=mask_pair, other=0.0).to(tl.float32)
+            gate, up = tl.split(tl.reshape(pair, (BLOCK_N, 2)))
+        else:
+            gate = tl.load(Pre + offs_n, mask=mask, other=0.0).to(tl.float32)
+            up = gate
+            if HALVES == 2:
+                up = tl.load(Pre + columns + offs_n, mask=mask, other=0.0).to(tl.float32)
+        hidden, by_gate, by_up = activation_value_and_derivatives(
+            gate, up, HALVES == 2, FUNCTION, ALPHA, GATE_LIMIT, UP_LIMIT, UP_OFFSET
+        )
+        grad_gate = (weight * grad * by_gate).to(GradPre.dtype.element_ty)
+        grad_up = (weight * grad * by_up).to(GradPre.dtype.element_ty)
+        if INTERLEAVED:
+            tl.store(GradPre + offs_pair, tl.interleave(grad_gate, grad_up), mask=mask_pair)
+        else:
+            tl.store(GradPre + offs_n, grad_gate, mask=mask)
+            if HALVES == 2:
+                tl.store(GradPre + columns + offs_n, grad_up, mask=mask)
         tl.store(Grad + offs_n, (weight * hidden).to(Grad.dtype.element_ty), mask=mask)
         dot += grad * hidden
     if HAS_WEIGHTS:
@@ -119,7 +132,7 @@ def activation_backward(
             0 if flat is None else flat.stride(0), topology.num_experts, columns.widest,
             BLOCK_N=min(256 if narrow else 1024, next_power_of_2(columns.widest)), num_warps=2 if narrow else 4,
             LOG_EXPERTS=topology.num_experts.bit_length(), HALVES=activation.halves, VARIED=tables.varied,
-            FUNCTION=activation.function, HAS_WEIGHTS=weights is not None, HAS_BIAS=bias_dot is not None,
+            HAS_WEIGHTS=weights is not None, HAS_BIAS=bias_dot is not None, **constants(activation),
         )  # fmt: skip
         if tables.varied:
             zero_tail(grad_pre, tables.block_offsets[-1], activation.halves)

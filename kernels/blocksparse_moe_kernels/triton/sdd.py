@@ -21,15 +21,38 @@ from ..launch import (
     StackedWeight,
     check_dense,
     fold_halves,
+    stack_activated,
     stack_bias,
     stack_weight,
 )
 from ..reference import Order
 from ..topology import Topology
-from .activation_functions import function_value
+from .activation_functions import activation_value, constants
 from .descriptors import describe_rows, describe_weight, load_weight_tile, rows_are_describable, store_rows, weight_form
 from .launcher import launch
-from .tiles import along, dot, fp32_precision, grouped_order, row_tile, split_halves, value_rows, weight_block, wrapped
+from .tiles import (
+    along,
+    dot,
+    fp32_precision,
+    grouped_order,
+    row_tile,
+    split_halves,
+    split_pairs,
+    value_rows,
+    weight_block,
+    wrapped,
+)
+
+
+@triton.jit
+def gate_and_up(acc, HALVES: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The parts of a tile of gated columns; of others the tile itself, twice."""
+    if HALVES == 2:
+        return split_halves(acc)
+    elif INTERLEAVED:
+        return split_pairs(acc)
+    else:
+        return acc, acc
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -40,7 +63,8 @@ def _sdd_kernel(
     num_tiles, H, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     HALVES: tl.constexpr, VARIED: tl.constexpr, GATHER: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FUNCTION: tl.constexpr, SAVE_PRE: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE_PRE: tl.constexpr, FUNCTION: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, GATE_LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, pid_n = grouped_order(tl.program_id(0), num_tiles, tl.cdiv(N, BLOCK_N), GROUP)
     expert, first_row, length = row_tile(Tiles, num_tiles, tile)
@@ -87,23 +111,26 @@ def _sdd_kernel(
             b_half = stride_bg
         acc += tl.load(Bias + half * b_half + along(first_column + column, stride_bn)).to(tl.float32)[None, :]
 
-    offs_n = first_column + tl.arange(0, BLOCK_N)
-    mask = mask_m[:, None] & (offs_n < columns)[None, :]
-    if HALVES == 2:
-        gate, up = split_halves(acc)
-    else:
-        gate = acc
+    gate, up = gate_and_up(acc, HALVES, INTERLEAVED)
+    offset, stride = value_rows(expert, first_row, columns, HALVES * N, 1, Offsets, BlockOffsets, HALVES, VARIED)
     if SAVE_PRE:
-        offset, stride = value_rows(expert, first_row, columns, HALVES * N, 1, Offsets, BlockOffsets, HALVES, VARIED)
+        offs_n = first_column + tl.arange(0, BLOCK_N)
+        mask = mask_m[:, None] & (offs_n < columns)[None, :]
         pre_ptrs = Pre + offset + offs_m[:, None] * stride + offs_n[None, :]
-        tl.store(pre_ptrs, gate.to(Pre.dtype.element_ty), mask=mask)
         if HALVES == 2:
+            tl.store(pre_ptrs, gate.to(Pre.dtype.element_ty), mask=mask)
             tl.store(pre_ptrs + columns, up.to(Pre.dtype.element_ty), mask=mask)
+        else:
+            tl.store(pre_ptrs, acc.to(Pre.dtype.element_ty), mask=mask)
     if FUNCTION is not None:
-        hidden = function_value(gate, FUNCTION)
-        if HALVES == 2:
-            hidden *= up
-        offset, stride = value_rows(expert, first_row, columns, N, 1, Offsets, BlockOffsets, 1, VARIED)
+        GATED: tl.constexpr = HALVES == 2 or INTERLEAVED
+        PAIRED: tl.constexpr = 2 if INTERLEAVED else 1
+        hidden = activation_value(gate, up, GATED, FUNCTION, ALPHA, GATE_LIMIT, UP_LIMIT, UP_OFFSET)
+        if GATED:
+            offset //= 2
+            stride //= 2
+        offs_n = first_column // PAIRED + tl.arange(0, BLOCK_N // PAIRED)
+        mask = mask_m[:, None] & (offs_n < columns // PAIRED)[None, :]
         act_ptrs = Act + offset + offs_m[:, None] * stride + offs_n[None, :]
         tl.store(act_ptrs, hidden.to(Act.dtype.element_ty), mask=mask)
 
@@ -116,7 +143,8 @@ def _sdd_tma_kernel(
     capacity, H, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     HALVES: tl.constexpr, DENSE_HIDDEN: tl.constexpr, GATHER: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FUNCTION: tl.constexpr, SAVE_PRE: tl.constexpr,
+    SAVE_PRE: tl.constexpr, FUNCTION: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, GATE_LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Persistent: one loop over tiles and steps, so that the loads of the next tile run beside the stores of this one."""
     num_tiles = tl.load(NumTiles)
@@ -146,19 +174,22 @@ def _sdd_tma_kernel(
             within = column + wide % BLOCK_N
             bias_ptrs = Bias + expert.to(tl.int64) * stride_be + along(wide // BLOCK_N, stride_bg) + along(within, stride_bn)
             acc += tl.load(bias_ptrs, mask=within < N, other=0.0).to(tl.float32)[None, :]
-        if HALVES == 2:
-            gate, up = split_halves(acc)
-        else:
-            gate = acc
+        gate, up = gate_and_up(acc, HALVES, INTERLEAVED)
         if SAVE_PRE:
-            store_rows(Pre, first_row, length, 0, column, gate)
             if HALVES == 2:
+                store_rows(Pre, first_row, length, 0, column, gate)
                 store_rows(Pre, first_row, length, 1, column, up)
+            elif INTERLEAVED:  # in two parts, from a buffer as large as that of the hidden activation
+                left, right = split_halves(acc)
+                store_rows(Pre, first_row, length, 0, column, left)
+                store_rows(Pre, first_row, length, 0, column + BLOCK_N // 2, right)
+            else:
+                store_rows(Pre, first_row, length, 0, column, acc)
         if FUNCTION is not None:
-            hidden = function_value(gate, FUNCTION)
-            if HALVES == 2:
-                hidden *= up
-            store_rows(Act, first_row, length, 0, column, hidden)
+            GATED: tl.constexpr = HALVES == 2 or INTERLEAVED
+            PAIRED: tl.constexpr = 2 if INTERLEAVED else 1
+            hidden = activation_value(gate, up, GATED, FUNCTION, ALPHA, GATE_LIMIT, UP_LIMIT, UP_OFFSET)
+            store_rows(Act, first_row, length, 0, column // PAIRED, hidden)
 
 
 def sdd(
@@ -211,20 +242,20 @@ def sdd_activation(
 
     Args:
         x: [T, H], read through topology.tokens.
-        w: [E, halves * F, H] or [E, halves, F, H] (any strides, so interleaved gate and up too); flat
-            [sum halves * F_e, H] with `columns`.
+        w: [E, halves * F, H], or [E, halves, F, H] for halves that lie apart; flat [sum halves * F_e, H] with `columns`. Any
+            strides.
         columns: columns F_e of the hidden activation; required when w is flat.
         bias: [E, halves * F], [E, halves, F] or flat [sum halves * F_e].
         save_pre: whether the pre-activation, values [M, halves * F], is written for the backward pass.
     Otherwise as `sdd`. Oracle: reference.expert_mlp.
     """
-    weight = stack_weight("sdd", w, topology, columns, activation.halves)
+    weight, hidden_columns = stack_activated("sdd", w, topology, columns, activation)
     check_dense("sdd", x, topology, "tokens", w)
-    act = x.new_empty(values_shape(topology.num_slots, weight.columns))
+    act = x.new_empty(values_shape(topology.num_slots, hidden_columns))
     pre = x.new_empty(values_shape(topology.num_slots, weight.sparse_columns)) if save_pre else None
-    _launch(x, weight, topology, "tokens", bias, activation.function, pre, act, config)
+    _launch(x, weight, topology, "tokens", bias, activation, pre, act, config)
     saved = None if pre is None else BlockSparse(pre, topology, weight.sparse_columns)
-    return saved, BlockSparse(act, topology, weight.columns)
+    return saved, BlockSparse(act, topology, hidden_columns)
 
 
 def _launch(
@@ -233,7 +264,7 @@ def _launch(
     topology: Topology,
     order: Order,
     bias: Tensor | None,
-    function: str | None,
+    activation: Activation | None,
     pre: Tensor | None,
     act: Tensor | None,
     config: GemmConfig | None,
@@ -248,19 +279,20 @@ def _launch(
         topology.num_slots, topology.num_experts, width, x.dtype, x.device, tma=form is not None
     )
     block_n = max(16, config.block_n // weight.halves)
+    stored_n = block_n // 2 if activation is not None and activation.interleaved else block_n
     schedule = topology.schedule(config.block_m)
     columns = weight.columns.widest
     tiles = schedule.capacity * ceil_div(columns, block_n)
     flags = {
         "BLOCK_M": config.block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k, "GROUP": 8, "HALVES": weight.halves,
         "GATHER": order == "tokens", "EVEN_K": weight.hidden_size % config.block_k == 0, "HAS_BIAS": bias is not None,
-        "FUNCTION": function, "SAVE_PRE": pre is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "SAVE_PRE": pre is not None, **constants(activation), "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     if form is not None and config.tma:
         launch(
             _sdd_tma_kernel, x.device, (min(tiles, num_programs(x.device)),),
             x, describe_weight(form, weight, block_n, config.block_k), bias,
-            describe_rows(pre, config.block_m, block_n, weight.halves), describe_rows(act, config.block_m, block_n),
+            describe_rows(pre, config.block_m, stored_n, weight.halves), describe_rows(act, config.block_m, stored_n),
             topology.tokens, schedule.tiles, schedule.num_tiles,
             *x.stride(), *bias_strides, schedule.capacity, weight.hidden_size, columns,
             DENSE_HIDDEN=form is weight.data, **flags,

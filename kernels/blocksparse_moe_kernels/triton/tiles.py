@@ -92,6 +92,12 @@ def split_halves(tile):
     return tl.split(pair)
 
 
+@triton.jit
+def split_pairs(tile):
+    """[M, 2 * N] -> its even and odd columns, [M, N] each; these too stay in their registers."""
+    return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+
+
 def fp32_precision() -> str:
     """How fp32 operands are multiplied: as torch was told to for its own matrix products on CUDA."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
