@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology
 
-from .integrations.huggingface import patch_huggingface, register_huggingface, supports
+from .integrations.huggingface import patch_huggingface, register_huggingface, supports, unpatch_huggingface
 from .moe import Experts, MoEConfig, dMoE
 from .ops import combine, dsd, expert_mlp, sdd
 from .router import Router, RouterConfig, RouterOutput
@@ -34,4 +34,5 @@ __all__ = [
     "register_huggingface",
     "sdd",
     "supports",
+    "unpatch_huggingface",
 ]

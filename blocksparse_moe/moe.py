@@ -61,6 +61,8 @@ class MoEConfig:
         else:
             size = positive_integer("MoEConfig", "ffn_hidden_size", size)
         object.__setattr__(self, "ffn_hidden_size", size)
+        for name in ("bias", "recompute"):
+            check_type("MoEConfig", name, getattr(self, name), bool, "Give True or False.")
         check_type("MoEConfig", "router", self.router, RouterConfig, "Give RouterConfig(top_k=...).")
         if self.router.top_k > self.num_experts:
             raise ValueError(f"MoEConfig: router.top_k={self.router.top_k} exceeds num_experts={self.num_experts}.")
@@ -98,6 +100,7 @@ class Experts(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_type("Experts", "config", config, MoEConfig, "Give MoEConfig(hidden_size, ffn_hidden_size, num_experts).")
         self.config = config
         self.backend = check_name(backend)
         columns, H, E = config.columns, config.hidden_size, config.num_experts
@@ -146,7 +149,8 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: Tensor, topology: Topology, routing_weights: Tensor | None = None) -> Tensor:
-        spec = self.spec(autocast_dtype(x.device))
+        check_type("Experts", "the input", x, Tensor, "Make one with torch.as_tensor.")
+        spec = self.spec(autocast_dtype(self.down_proj))
         backend, _ = select(self.backend, spec)
         return backend.experts(x, topology, routing_weights, self.weights, spec)
 
@@ -182,6 +186,7 @@ class dMoE(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_type("dMoE", "config", config, MoEConfig, "Give MoEConfig(hidden_size, ffn_hidden_size, num_experts).")
         self.config = config
         self.router = Router(
             config.hidden_size,
@@ -198,6 +203,7 @@ class dMoE(nn.Module):
         self.experts.reset_parameters()
 
     def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, RouterOutput]:
+        check_type("dMoE", "the input", x, Tensor, "Make one with torch.as_tensor.")
         if x.shape[-1:] != (self.config.hidden_size,):
             raise ValueError(f"dMoE: the input must be [..., {self.config.hidden_size}]; got {list(x.shape)}.")
         tokens = x.reshape(-1, self.config.hidden_size)

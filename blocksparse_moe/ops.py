@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology
 from blocksparse_moe_kernels.activations import halves_of, interleaved
@@ -58,6 +59,7 @@ def sdd(
     """
     check_operands("sdd", topology, x=x, w=w)
     _check_columns_type("sdd", columns)
+    _check_no_tangent("sdd", x, w)
     x, w = _autocast(x, w)
     w, columns = _stacked(w, columns, topology)
     widths, chosen = None if columns is None else list(columns.widths), _choose(backend, w)
@@ -89,6 +91,9 @@ def dsd(s: BlockSparse, w: Tensor, *, order: Order = "rows", backend: str = "aut
             f'dsd: order must be "rows" unless s is transposed, as s and the result have one row a slot; got {order!r}. '
             "For a result in the order of tokens give it to combine."
         )
+    if s.transposed and w.ndim != 2:
+        raise ValueError(f"dsd: for a transposed s the dense operand must be [T, H] or [M, H]; got {list(w.shape)}.")
+    _check_no_tangent("dsd", s.values, w)
     values, w = _autocast(s.values, w)
     widths = None if s.columns.are_equal else list(s.columns.widths)
     chosen = _choose(backend, w)
@@ -115,6 +120,7 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None, *, bac
     """
     check_operands("combine", topology, y=y, weights=weights)
     check_weights("combine", topology, weights)
+    _check_no_tangent("combine", y, weights)
     chosen = _choose(backend, y)
     return torch.ops.blocksparse_moe.combine(y, weights, *flatten(topology, chosen), chosen)
 
@@ -167,8 +173,8 @@ def expert_mlp(
     )
     check_weights("expert_mlp", topology, routing_weights)
     _check_columns_type("expert_mlp", columns)
-    out_dtype = autocast_dtype(x.device) or x.dtype
-    dtype = autocast_dtype(x.device) or up_proj.dtype
+    out_dtype = autocast_dtype(x) or x.dtype
+    dtype = autocast_dtype(up_proj) or up_proj.dtype
     x, up_proj, down_proj = x.to(dtype), up_proj.to(dtype), down_proj.to(dtype)
     up_proj_bias = None if up_proj_bias is None else up_proj_bias.to(dtype)
     down_proj_bias = None if down_proj_bias is None else down_proj_bias.to(dtype)
@@ -179,6 +185,7 @@ def expert_mlp(
     chosen = _choose(backend, up_proj)
     arguments = (*flatten(topology, chosen), widths, activation, chosen)
     inputs = (x, up_proj, up_proj_bias, down_proj, down_proj_bias, routing_weights)
+    _check_no_tangent("expert_mlp", *inputs)
     ops = torch.ops.blocksparse_moe
     if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in inputs):
         y = ops.expert_mlp(*inputs, *arguments)
@@ -285,5 +292,15 @@ def _check_columns_type(operation: str, columns: Columns | None) -> None:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    dtype = autocast_dtype(tensors[0].device)
-    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
+    return tuple(tensor.to(autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)
+
+
+def _check_no_tangent(operation: str, *tensors: Tensor | None) -> None:
+    """Forward-mode AD would take the op for a constant."""
+    if forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            f"{operation}: forward-mode AD (torch.func.jvp, jacfwd, forward_ad) is not implemented; use reverse mode, as "
+            "torch.autograd.grad or torch.autograd.functional.jacobian do."
+        )

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from blocksparse_moe import BlockSparse, Columns, Topology, combine, dsd, expert_mlp, sdd
+from blocksparse_moe import BlockSparse, Columns, MoEConfig, Topology, combine, dMoE, dsd, expert_mlp, sdd
 from blocksparse_moe.products import implementation
 
 from .support import DEVICE
@@ -144,3 +145,79 @@ def test_rows_are_the_only_order_of_a_plain_product(order):
         dsd(sparse(), w, order=order)
     with pytest.raises(ValueError, match='dsd: order must be "tokens" or "rows"; got'):
         dsd(sparse().T, x, order="banana")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Topology.from_ids(torch.tensor([[0]]), 2.5), TypeError, "num_experts must be an integer; got 2.5"),
+        (lambda: Topology.from_counts([1, 2], 3), TypeError, "from_counts: counts must be a tensor; got a list"),
+        (lambda: Topology.from_counts(torch.tensor([1, 2]), 3.0), TypeError, "num_rows must be an integer; got 3.0"),
+        (lambda: Topology.from_pairs([0], [0], num_tokens=1, num_experts=1), TypeError, "tokens must be a tensor"),
+        (
+            lambda: Topology.from_pairs(torch.tensor([0]), torch.tensor([0], device="meta"), num_tokens=1, num_experts=1),
+            ValueError,
+            "tokens are on cpu and experts on meta; move one",
+        ),
+        (lambda: dsd(sparse().T, torch.ones(H, device=DEVICE), order="tokens"), ValueError, r"must be \[T, H\] or \[M, H\]"),
+        (lambda: dMoE(5), TypeError, "dMoE: config must be of type MoEConfig; got int"),
+        (lambda: dMoE(MoEConfig(H, F, E))([[1.0] * H]), TypeError, "dMoE: the input must be of type Tensor; got list"),
+        (lambda: MoEConfig(H, F, E, activation=["a"]), ValueError, "activation: .* is not known"),
+        (lambda: MoEConfig(H, F, E, bias="no"), TypeError, "bias must be of type bool; got str"),
+    ],
+)
+def test_messages(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_mode_is_refused(op):
+    """It is not implemented, and must not take an op for a constant."""
+    function, shapes = OPS[op]
+    operands = {key: torch.randn(shape, device=DEVICE) for key, shape in shapes.items()}
+    name = next(iter(shapes))
+
+    def of_one(tensor: Tensor) -> Tensor:
+        result = function(**operands | {name: tensor})
+        return result.values if isinstance(result, BlockSparse) else result
+
+    with pytest.raises(NotImplementedError, match=f"{op}: forward-mode AD .* use reverse mode"):
+        torch.func.jvp(of_one, (operands[name],), (torch.ones_like(operands[name]),))
+    with forward_ad.dual_level():
+        of_one(operands[name])
+        with pytest.raises(NotImplementedError, match="forward-mode AD"):
+            of_one(forward_ad.make_dual(operands[name], torch.ones_like(operands[name])))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_leaves_double_precision_alone(op):
+    function, shapes = OPS[op]
+    operands = {key: torch.randn(shape, device=DEVICE, dtype=torch.float64) for key, shape in shapes.items()}
+    if op == "dsd":
+        w = operands.pop("w")
+        values = torch.randn(T * K, F, device=DEVICE, dtype=torch.float64)
+        function = lambda: dsd(BlockSparse(values, topology(), Columns.equal(F, E)), w)  # noqa: E731
+    expected = function(**operands)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        found = function(**operands)
+    ours, other = (one.values if isinstance(one, BlockSparse) else one for one in (found, expected))
+    assert ours.dtype == torch.float64
+    assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_backward_pass_under_autocast_rounds_nothing(backend):
+    """The forward pass is outside; autocast would compute inner products of the backward pass in bf16."""
+    shapes = OPS["expert_mlp"][1]
+    leaves = {key: torch.randn(shape, device=DEVICE, requires_grad=True) for key, shape in shapes.items()}
+    y = torch.randn(T * K, H, device=DEVICE)
+    layer = expert_mlp(topology=topology(), backend=backend, **leaves)
+    combined = combine(y, topology(), leaves["routing_weights"], backend=backend)
+    for result, inputs in ((layer, list(leaves.values())), (combined, [leaves["routing_weights"]])):
+        grad = torch.randn_like(result)
+        expected = torch.autograd.grad(result, inputs, grad, retain_graph=True)
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            found = torch.autograd.grad(result, inputs, grad)
+        for ours, other in zip(found, expected, strict=True):
+            assert torch.equal(ours, other)

@@ -344,12 +344,14 @@ def test_interrupt_of_the_process(tmp_path):
         (("--text", "."), "cannot be read"),
         (("--text", os.devnull), "0 bytes"),
         (("--text", "short"), "5 bytes"),
-        (("--output", "short"), "short cannot be made"),
+        (("--output", "short"), "short cannot be written into"),
+        (("--output", "taken"), "taken cannot be written into: Is a directory"),
     ],
 )
 def test_refuses_in_one_line(options, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("short").write_text("short")
+    Path("taken/loss.png").mkdir(parents=True)
     refused_in_one_line(demo(*options), part)
     assert not list(tmp_path.glob("runs/*/*"))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocksparse_moe import patch_huggingface, register_huggingface
+from blocksparse_moe import patch_huggingface, register_huggingface, unpatch_huggingface
 from blocksparse_moe.integrations import huggingface
 from blocksparse_moe.integrations.huggingface import UnsupportedModelError, experts
 from blocksparse_moe_kernels import Topology, reference
@@ -195,6 +195,48 @@ def test_an_activation_that_is_replaced_after_the_patch():
     for module in experts_of(model):
         module.config = model.config
     assert_close(ours, step(model))
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+@pytest.mark.parametrize("when", ["before the patch", "after the patch", "by name"])
+def test_what_is_put_over_an_activation_counts(how, when):
+    def change(model):
+        for module in experts_of(model):
+            if how == "hook":
+                module.act_fn.register_forward_hook(lambda module, inputs, output: output * 2)
+            else:
+                module.act_fn.forward = torch.tanh
+
+    model = mixtral()
+    changed = copy.deepcopy(model)
+    change(changed)
+    expected = step(changed)
+    if when == "by name":
+        register_huggingface()
+        change(model)
+        model.set_experts_implementation("blocksparse")
+    else:
+        (change if when == "before the patch" else patch_huggingface)(model)
+        (patch_huggingface if when == "before the patch" else change)(model)
+    assert_close(step(model), expected)
+
+
+def test_a_copy_is_restored_without_a_handle(calls):
+    model = mixtral()
+    handle = patch_huggingface(model)
+    patch_huggingface(model, backend="torch")
+    other = copy.deepcopy(model)
+    handle.restore()
+    step(other)
+    assert len(calls) == 2
+    unpatch_huggingface(other)
+    unpatch_huggingface(model)
+    other.set_experts_implementation("eager")
+    step(other)
+    assert len(calls) == 2
+    assert vars(experts_of(other)[0]).keys() == vars(experts_of(mixtral())[0]).keys()
+    with pytest.raises(TypeError, match="unpatch_huggingface: model must be of type Module"):
+        unpatch_huggingface("mixtral")
 
 
 def test_a_gate_that_changed_its_numbers_is_not_fused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,11 +24,23 @@ NUM_TOPOLOGY = 11
 
 
 def define(name: str, arguments: str, returns: str, run: Callable, fake: Callable) -> Any:
-    """Register `blocksparse_moe::name` for every device, with its fake implementation, and return it."""
+    """Register `blocksparse_moe::name` for every device, with its fake implementation, and return it.
+
+    Autocast is off inside: operands were cast before, and a backward pass under autocast must not round what it computes.
+    """
     _LIBRARY.define(f"{name}({arguments}) -> {returns}")
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"blocksparse_moe::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.blocksparse_moe, name)
+
+
+def _without_autocast(function: Callable) -> Callable:
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args)
+
+    return run
 
 
 def differentiate(name: str, backward: Callable, setup_context: Callable) -> None:
@@ -47,7 +60,7 @@ def differentiate(name: str, backward: Callable, setup_context: Callable) -> Non
         setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(_without_autocast(backward))}
     node: Any = type(f"blocksparse_moe.{name}", (torch.autograd.Function,), methods)
 
     def run(*args: Any) -> Any:

@@ -8,6 +8,11 @@ report      the terminal and the two pictures
 
 from __future__ import annotations
 
+import io
+import sys
+from pathlib import Path
+from tempfile import TemporaryFile
+
 from rich.console import Console
 
 from blocksparse_moe_kernels.versions import require
@@ -17,6 +22,7 @@ from .settings import DemoError, Settings, Text
 __all__ = ["DemoError", "Settings", "run"]
 
 INTERRUPTED = 130
+FILES = ("metrics.json", "loss.png", "load.png")
 
 
 def run(settings: Settings) -> int:
@@ -34,9 +40,11 @@ def run(settings: Settings) -> int:
         raise DemoError(str(error)) from error
     text = Text.load(settings)
     try:
-        settings.output.mkdir(parents=True, exist_ok=True)
+        _check_writable(settings.output)
     except OSError as error:
-        raise DemoError(f"--output {settings.output} cannot be made: {error.strerror}.") from error
+        raise DemoError(f"--output {settings.output} cannot be written into: {error.strerror}.") from error
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no blocks to draw with gets question marks
 
     from .report import Report
     from .training import train
@@ -46,8 +54,18 @@ def run(settings: Settings) -> int:
     if results is None:
         report.say("Ended by Ctrl-C before the first step was done; nothing was written.")
         return INTERRUPTED
-    report.show(results)
     report.write(results)
+    report.show(results)
+    report.say(f"\nWrote {', '.join(FILES[:-1])} and {FILES[-1]} into {settings.output}")
     if results.interrupted:
         return INTERRUPTED
     return 0 if all(check.holds for check in results.checks) else 1
+
+
+def _check_writable(folder: Path) -> None:
+    """OSError if the files cannot be written there, which would show when the training is done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=folder).close()
+    for file in (folder / name for name in FILES):
+        if file.exists():
+            file.open("ab").close()

@@ -93,15 +93,14 @@ class Report:
     def write(self, results: Results) -> None:
         """metrics.json, loss.png and load.png."""
         folder = results.settings.output
-        (folder / "metrics.json").write_text(results.to_json())
+        (folder / "metrics.json").write_text(results.to_json(), encoding="utf-8")
         _loss_figure(results).savefig(folder / "loss.png", dpi=150)
         _load_figure(results).savefig(folder / "load.png", dpi=150)
-        self.say(f"\nWrote metrics.json, loss.png and load.png into {folder}")
 
     def _loads(self, results: Results) -> Group:
         """Heat maps in the terminal, one a layer: experts down, steps across."""
         loads = _relative_loads(results)
-        room = self.console.width - 26
+        room = max(1, self.console.width - 26)
         top = loads.max().item()
         lines = [Line("Load of every expert, step by step", style="bold")]
         for layer, load in enumerate(loads):

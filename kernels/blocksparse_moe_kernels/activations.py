@@ -127,7 +127,7 @@ ACTIVATIONS = {
 
 def get_activation(name: str) -> Activation:
     """The activation called `name`; ValueError names those that exist."""
-    return ACTIVATIONS[name] if name in ACTIVATIONS else _parsed(str(name))
+    return ACTIVATIONS[name] if isinstance(name, str) and name in ACTIVATIONS else _parsed(str(name))
 
 
 def halves_of(name: str) -> tuple[int, int]:

@@ -92,8 +92,8 @@ def to_stk(block_sparse: BlockSparse, block: int = 128) -> stk.Matrix:
     Raises:
         ValueError: the matrix has more than 32767 rows or columns of blocks, which stk numbers in 16 bits.
     """
-    if block < 1:
-        raise ValueError(f"to_stk: block must be at least 1; got {block}.")
+    if not isinstance(block, int) or block < 1:
+        raise ValueError(f"to_stk: block must be an integer of at least 1; got {block}.")
     if block_sparse.transposed:
         return to_stk(block_sparse.T, block).t()
     pattern = _Pattern.of("to_stk", block_sparse.topology, block_sparse.columns, block)

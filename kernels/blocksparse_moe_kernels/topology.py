@@ -143,6 +143,8 @@ class Topology:
         Raises:
             ValueError: shape or a negative number of rows; TypeError: dtype.
         """
+        _check_tensors("Topology.from_counts", counts=counts)
+        _check_integer("Topology.from_counts", "num_rows", num_rows)
         if counts.ndim != 1 or num_rows < 0:
             raise ValueError(
                 "Topology.from_counts: counts must be [E] and num_rows at least 0; "
@@ -171,6 +173,10 @@ class Topology:
         Raises:
             ValueError: shapes or sizes; TypeError: dtypes.
         """
+        _check_tensors("Topology.from_pairs", tokens=tokens, experts=experts)
+        _check_integer("Topology.from_pairs", "num_tokens", num_tokens)
+        if tokens.device != experts.device:
+            raise ValueError(f"Topology.from_pairs: tokens are on {tokens.device} and experts on {experts.device}; move one.")
         if tokens.ndim != 1 or tokens.shape != experts.shape:
             raise ValueError(
                 "Topology.from_pairs: tokens and experts must be [M] both; "
@@ -292,6 +298,7 @@ class Topology:
 
 
 def _checked_ids(operation: str, name: str, ids: Tensor, num_experts: int) -> Tensor:
+    _check_integer(operation, "num_experts", num_experts)
     if num_experts < 1:
         raise ValueError(f"{operation}: a topology needs at least one expert; got num_experts={num_experts}.")
     if ids.dtype not in _ID_DTYPES:
@@ -301,6 +308,19 @@ def _checked_ids(operation: str, name: str, ids: Tensor, num_experts: int) -> Te
         )
     _check_int32(operation, ids.numel())
     return ids
+
+
+def _check_tensors(operation: str, **tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{operation}: {name} must be a tensor; got a {type(tensor).__name__}. Make one with torch.as_tensor."
+            )
+
+
+def _check_integer(operation: str, name: str, number: object) -> None:
+    if not isinstance(number, (int, torch.SymInt)):
+        raise TypeError(f"{operation}: {name} must be an integer; got {number!r}.")
 
 
 def _check_int32(operation: str, num_slots: int) -> None:

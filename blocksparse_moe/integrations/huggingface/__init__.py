@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from .experts import UnsupportedModelError
 from .families import Support, all_supports, markdown, supports
-from .patch import NAME, PatchedLayer, PatchHandle, patch_huggingface, register_huggingface
+from .patch import NAME, PatchedLayer, PatchHandle, patch_huggingface, register_huggingface, unpatch_huggingface
 
 __all__ = [
     "NAME",
@@ -28,4 +28,5 @@ __all__ = [
     "patch_huggingface",
     "register_huggingface",
     "supports",
+    "unpatch_huggingface",
 ]

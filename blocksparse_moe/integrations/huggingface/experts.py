@@ -184,10 +184,18 @@ _FUNCTIONS = {
 
 
 def function_name(act_fn: Any) -> str | None:
+    """The key of `FUNCTIONS` of an activation function, by its class; None if it is not known, or something was put over it."""
+    if isinstance(act_fn, nn.Module) and ("forward" in act_fn.__dict__ or _has_hooks(act_fn)):
+        return None
     if getattr(act_fn, "approximate", "none") == "tanh" and type(act_fn) is nn.GELU:
         return "gelu_tanh"
     named = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
     return _FUNCTIONS.get(f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(map(len, kinds))
 
 
 @torch.no_grad()

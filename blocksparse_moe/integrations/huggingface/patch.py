@@ -107,15 +107,8 @@ class PatchHandle:
     def restore(self) -> None:
         """Undo the patch, and those made over it since. Does nothing where that has happened already."""
         for module, patch in self._patches:
-            patches = _patches(module)
-            if patch in patches:
-                module._blocksparse_patches = patches[: patches.index(patch)]
-                if not module._blocksparse_patches:
-                    del module._blocksparse_patches
-                if patch.config is not None:
-                    module.config = patch.config
-                elif not _patches(module):
-                    del module.forward
+            if patch in _patches(module):
+                _restore(module, patch)
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -181,6 +174,17 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
     return PatchHandle(made, layers, [SkippedLayer(name, reason) for name, reason in reasons.items()])
 
 
+def unpatch_huggingface(model: nn.Module) -> None:
+    """Undo every patch of `model`: also where the handle is not at hand, or belongs to the model that this is a copy of.
+
+    `model.set_experts_implementation` does not undo a patch, nor does it change what a patched layer runs.
+    """
+    check_type("unpatch_huggingface", "model", model, nn.Module, "Give the model that was patched, or a copy of it.")
+    for module in model.modules():
+        if patches := _patches(module):
+            _restore(module, patches[0])
+
+
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that compute routed experts, or should by their name; not the parts of one that has an adapter."""
     inside: list[str] = []
@@ -234,6 +238,18 @@ def _switch(module: Any, patch: _Patch) -> bool:
     # The public property would switch sub-configs as well, which the copy shares with the original.
     module.config._experts_implementation_internal = NAME
     return True
+
+
+def _restore(module: Any, patch: _Patch) -> None:
+    """Undo one of the module's patches, and those made over it."""
+    patches = _patches(module)
+    module._blocksparse_patches = patches[: patches.index(patch)]
+    if not module._blocksparse_patches:
+        del module._blocksparse_patches
+    if patch.config is not None:
+        module.config = patch.config
+    elif not _patches(module):
+        del module.forward
 
 
 def _adapted_forward(module: Any, *args: Any, **named: Any) -> Any:
