@@ -154,7 +154,7 @@ def test_mistakes():
     topology = Topology.from_counts(torch.tensor([3, 0, 2], device=DEVICE), 6)
     columns = Columns.of([4, 2, 3])
     s = BlockSparse(torch.ones(math.prod(values_shape(6, columns)), device=DEVICE), topology, columns)
-    with pytest.raises(ValueError, match=r"to_stk: block must be at least 1; got 0"):
+    with pytest.raises(ValueError, match=r"to_stk: block must be an integer of at least 1; got 0"):
         s.to_stk(0)
     with pytest.raises(TypeError, match=r"from_stk: expected an stk\.Matrix; got Tensor"):
         BlockSparse.from_stk(torch.zeros(3, 3), topology, columns)
