@@ -126,3 +126,20 @@ def test_compile(name, model):
         compiled = torch.compile(model, backend="aot_eager")
         found = step(compiled, given)
     assert_same_step({key.removeprefix("_orig_mod."): value for key, value in found.items()}, expected)
+
+
+@families
+@pytest.mark.parametrize("first", ["patch", "offload"])
+def test_offloaded_weights(name, first, model, tmp_path: Path):
+    """accelerate keeps them on the disk and brings those of a module in when it runs: at the patch they are on meta."""
+    accelerate = pytest.importorskip("accelerate")
+    given = inputs(model, name)
+    with torch.no_grad():
+        expected = model(**given).logits
+        if first == "patch":
+            patch_huggingface(model)
+        accelerate.disk_offload(model, tmp_path, execution_device=DEVICE)
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+        if first == "offload":
+            assert "backend auto (chosen where it runs; its weights are on meta now)" in patch_huggingface(model).report
+        torch.testing.assert_close(model(**given).logits, expected, rtol=1e-5, atol=1e-5)

@@ -166,7 +166,10 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
             continue
         adapter = adapter_of(module)
         weight = adapter.weight_of(module) if adapter else getattr(module, up_name(module))
-        chosen, reason = choose(backend, weight.device, weight.dtype)
+        if weight.device.type == "meta":  # offloaded, or not loaded yet
+            chosen, reason = backend, "chosen where it runs; its weights are on meta now"
+        else:
+            chosen, reason = choose(backend, weight.device, weight.dtype)
         activation = _proven_activation(module, adapter)
         layers.append(PatchedLayer(name, type(module).__name__, f"{chosen} ({reason})", activation))
         switches.append((module, _Patch(backend, activation, _facts(module, adapter), None if adapter else module.config)))
