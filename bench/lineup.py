@@ -15,7 +15,7 @@ from blocksparse_moe_kernels import BlockSparse
 from .check import reference_dtype
 from .inputs import Case
 from .peers import peer_names
-from .variants import Task, Variant
+from .variants import Layer, Task, Variant
 
 STAGES = ("forward", "inference", "forward+backward")
 """Of the layer. Forward keeps what the backward pass will need, inference does not."""
@@ -63,6 +63,26 @@ def ours(case: Case, choice: Choice, call: Callable[[str], Tensor]) -> list[Vari
     return [
         Variant(name_of(backend), "ours", lambda backend=backend: (call(backend),)) for backend in choice.backends_for(case)
     ]
+
+
+def stage_of(layer: Layer, stage: str, grad: Tensor) -> Variant:
+    """A stage of the layer as a variant; `grad` is the gradient of its output."""
+
+    def forward() -> tuple[Tensor, ...]:
+        return (layer.forward(),)
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        return and_gradients(layer.forward(), layer.leaves, grad)
+
+    def comparable(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return *results[:1], *(layer.gradients(results[1:]) if len(results) > 1 else ())
+
+    runs = {"forward": forward, "inference": torch.no_grad()(forward), "forward+backward": forward_backward}
+    return Variant(layer.name, layer.kind, runs[stage], comparable)
+
+
+def and_gradients(y: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    return y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))
 
 
 def copy_of(case: Case, moved: int, name: str = "copy") -> Variant:

@@ -14,8 +14,9 @@ from blocksparse_moe.products import implementation
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
 
 from .check import reference_dtype
+from .decoder import decoder_layer
 from .inputs import Case, make_router, random_dense, random_sparse, rows_of
-from .lineup import Choice, copy_of, name_of, ours, part, wide
+from .lineup import Choice, and_gradients, copy_of, name_of, ours, part, stage_of, wide
 from .peers import build_peers
 from .products import dsd, grad_down, grad_hidden, grad_rows, grad_up, sdd, sdd_activation
 from .variants import Layer, Task, Variant
@@ -56,7 +57,7 @@ def _layer_tasks(
             op=op,
             stage=stage,
             variants=(
-                *(_stage_of(layer, stage, case.grad) for layer in layers if stage == "inference" or not layer.inference_only),
+                *(stage_of(layer, stage, case.grad) for layer in layers if stage == "inference" or not layer.inference_only),
                 *_layer_roofs(case, stage),
             ),
             expected=expected if stage == "forward+backward" else lambda: expected()[:1],
@@ -93,26 +94,12 @@ def _router_config(case: Case) -> blocksparse_moe.RouterConfig:
     return blocksparse_moe.RouterConfig(case.shape.K, normalize=case.shape.K > 1)
 
 
-def _stage_of(layer: Layer, stage: str, grad: Tensor) -> Variant:
-    def forward() -> tuple[Tensor, ...]:
-        return (layer.forward(),)
-
-    def forward_backward() -> tuple[Tensor, ...]:
-        return _with_gradients(layer.forward(), layer.leaves, grad)
-
-    def comparable(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return *results[:1], *(layer.gradients(results[1:]) if len(results) > 1 else ())
-
-    runs = {"forward": forward, "inference": torch.no_grad()(forward), "forward+backward": forward_backward}
-    return Variant(layer.name, layer.kind, runs[stage], comparable)
-
-
 def _expected_layer(case: Case, with_gradients: bool) -> tuple[Tensor, ...]:
     x, weights, up_proj, down_proj = leaves = case.leaves(reference_dtype(case.dtype))
     topology = Topology.from_ids(case.expert_ids, case.shape.E)
     with torch.set_grad_enabled(with_gradients):
         y = reference.expert_mlp(x, topology, up_proj, down_proj, weights)
-    return _with_gradients(y, leaves, case.grad) if with_gradients else (y,)
+    return and_gradients(y, leaves, case.grad) if with_gradients else (y,)
 
 
 def _expected_module(case: Case, x: Tensor, gate: Tensor, with_gradients: bool) -> tuple[Tensor, ...]:
@@ -122,11 +109,7 @@ def _expected_module(case: Case, x: Tensor, gate: Tensor, with_gradients: bool) 
     with torch.set_grad_enabled(with_gradients):
         _, weights, expert_ids = reference.router(x, gate, config.top_k, normalize=config.normalize)
         y = reference.expert_mlp(x, Topology.from_ids(expert_ids, case.shape.E), up_proj, down_proj, weights)
-    return _with_gradients(y, (x, gate, up_proj, down_proj), case.grad) if with_gradients else (y,)
-
-
-def _with_gradients(y: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    return y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))
+    return and_gradients(y, (x, gate, up_proj, down_proj), case.grad) if with_gradients else (y,)
 
 
 def _layer_roofs(case: Case, stage: str) -> list[Variant]:
@@ -245,6 +228,7 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
     for op in (
         dMoE,
         expert_mlp,
+        decoder_layer,
         router,
         topology,
         sdd,

@@ -144,7 +144,7 @@ def _result(
         F=shape.F,
         E=shape.E,
         K=shape.K,
-        routing=case.routing,
+        routing=task.routing or case.routing,
         op=task.op,
         stage=task.stage,
         variant=variant.name,

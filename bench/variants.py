@@ -69,6 +69,7 @@ class Task:
         expected: makes the results in higher precision.
         flops: useful work; bytes: what must be read and written once. 0 where that is not the measure.
         left_out: why variants that were asked for are not among them, by name.
+        routing: how tokens are routed, where it is not as the case says.
     """
 
     op: str
@@ -78,3 +79,4 @@ class Task:
     flops: int = 0
     bytes: int = 0
     left_out: Mapping[str, str] = field(default_factory=dict)
+    routing: str = ""

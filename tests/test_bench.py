@@ -16,7 +16,7 @@ from bench.__main__ import app
 from bench.check import disagreement
 from bench.faults import FAULTS
 from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
-from bench.lineup import STAGES, Choice
+from bench.lineup import STAGES, Choice, stage_of
 from bench.ops import OPS
 from bench.report import CsvFile, Result, read_csv
 from bench.runner import run_task
@@ -41,7 +41,9 @@ def bench(*arguments: str):
 QUICK = ("expert_mlp", "topology")
 
 
-@pytest.mark.parametrize("op", [op if op in QUICK else pytest.param(op, marks=pytest.mark.slow) for op in OPS])
+@pytest.mark.parametrize(
+    "op", [op if op in QUICK else pytest.param(op, marks=pytest.mark.slow) for op in OPS if op != "decoder_layer"]
+)
 def test_prints_a_table_and_writes_csv(op, tmp_path):
     path = tmp_path / "results.csv"
     result = bench(op, *ARGUMENTS, "--csv", str(path))
@@ -56,6 +58,24 @@ def test_prints_a_table_and_writes_csv(op, tmp_path):
         assert line["mode"] == "eager"
         assert line["share_of_roof"] or line["kind"] == "roof"
         assert float(line["tflops"] or line["gb_per_s"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["24,16,20,6,2", "mixtral-8x7b"])
+def test_decoder_layers(shape, tmp_path, monkeypatch):
+    """Routed by their gate, whatever the case says; those of Mixtral are Mixtral's."""
+    pytest.importorskip("transformers", minversion="5.9")
+    monkeypatch.setitem(SHAPES, "mixtral-8x7b", Shape("mixtral-8x7b", T=24, H=128, F=20, E=6, K=2))
+    path = tmp_path / "results.csv"
+    options = ("--skew", "0", "--seconds", "0", "--windows", "1", "--dtype", "float32", "--device", "cpu", "--csv", str(path))
+    result = bench("decoder_layer", "--shape", shape, *options)
+    assert result.exit_code == 0, result.output
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert {line["routing"] for line in lines} == {"its own gate"}
+    assert {line["variant"] for line in lines} >= {"blocksparse torch", "transformers eager", "transformers grouped_mm"}
+    assert {line["stage"] for line in lines} == {"forward", "inference", "forward+backward"}
+    assert {line["check"] for line in lines} == {"ok"}
 
 
 @pytest.fixture
@@ -208,7 +228,7 @@ def test_gradients_of_other_leaves_are_compared_in_our_layout(case):
         return *found[:2], torch.cat(found[2:4], dim=1), found[4]
 
     layer = Layer("apart", "peer", (x, weights, gate, up, down_proj), forward, gradients)
-    variant = ops._stage_of(layer, "forward+backward", case.grad)
+    variant = stage_of(layer, "forward+backward", case.grad)
     expected = ops._expected_layer(case, with_gradients=True)
     assert len(variant.run()) == 6
     assert disagreement(variant.comparable(variant.run()), expected, case.dtype) is None

@@ -12,7 +12,7 @@ import torch
 from bench import ops, peers
 from bench.check import disagreement
 from bench.inputs import Case, make_case, random_sparse, rows_of
-from bench.lineup import Choice
+from bench.lineup import Choice, stage_of
 from bench.peers import PRODUCT_PEERS, megablocks, peer_names, triton_kernels
 from bench.shapes import Shape
 from bench.variants import Layer, Variant
@@ -131,5 +131,5 @@ def test_triton_kernels_gets_the_layer_in_its_own_layout(plain_triton_kernels):
     case = make_case(Shape("", 24, 16, 20, 6, 2), 1.2, dtype=torch.float32, device=torch.device("cpu"))
     layer = triton_kernels.build(case)
     assert layer.inference_only
-    variant = ops._stage_of(layer, "inference", case.grad)
+    variant = stage_of(layer, "inference", case.grad)
     assert disagreement(variant.run(), ops._expected_layer(case, with_gradients=False), case.dtype) is None
