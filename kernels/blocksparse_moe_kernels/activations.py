@@ -20,6 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+PASSES_AT_LIMIT = torch.__version__ < "2.14"
+"""Whether torch.clamp hands on the gradient of what lies at its limit: it did, and does not since torch 2.14. In low precision
+many numbers are rounded to a limit, so that the installed torch and this package must agree."""
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -33,7 +37,7 @@ class Activation:
         gate_limit: largest gate; None is no limit.
         up_limit: largest magnitude of the up-projection; None is no limit.
         up_offset: added to it.
-    Where a limit cuts, the gradient is zero; at the limit itself it passes, as torch.clamp has it.
+    Where a limit cuts, the gradient is zero; at the limit itself it is what torch.clamp makes of it, see `PASSES_AT_LIMIT`.
     """
 
     function: str
@@ -72,7 +76,11 @@ class Activation:
     def of_gate_backward(self, grad: Tensor, gate: Tensor) -> Tensor:
         """Gradient of the gate, from that of `of_gate`."""
         grad = FUNCTIONS[self.function].backward(grad, self._argument(gate))
-        return grad if self.gate_limit is None else torch.where(gate > self.gate_limit, 0, grad)
+        return grad if self.gate_limit is None else grad.masked_fill(_is_cut(gate, self.gate_limit), 0)
+
+    def up_is_cut(self, up: Tensor) -> Tensor | None:
+        """Where the up-projection gets no gradient; None is nowhere."""
+        return None if self.up_limit is None else _is_cut(up.abs(), self.up_limit)
 
     def of_up(self, up: Tensor) -> Tensor:
         if self.up_limit is not None:
@@ -91,6 +99,10 @@ class Activation:
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(plain, field.name)]
         settings = [key if key == "interleaved" else f"{key}={getattr(self, key)!r}" for key in changed]
         return f"{name}({', '.join(settings)})" if settings else name
+
+
+def _is_cut(x: Tensor, limit: float) -> Tensor:
+    return x > limit if PASSES_AT_LIMIT else x >= limit
 
 
 @dataclass(frozen=True)

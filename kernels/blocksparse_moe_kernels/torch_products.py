@@ -174,8 +174,8 @@ def activation_backward(
         wide *= scale
         if factor is not None:
             torch.mul(wide, value, out=grad_up[0])
-            if activation.up_limit is not None:
-                grad_up[0].masked_fill_(up[0].abs() > activation.up_limit, 0)
+            if (cut := activation.up_is_cut(up[0])) is not None:
+                grad_up[0].masked_fill_(cut, 0)
             wide *= factor
         grad_gate.copy_(activation.of_gate_backward(wide, gate))
         torch.mul(hidden, scale, out=strip)

@@ -7,7 +7,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..activations import Activation
+from ..activations import PASSES_AT_LIMIT, Activation
+
+_PASSES_AT_LIMIT = tl.constexpr(PASSES_AT_LIMIT)
 
 
 def constants(activation: Activation | None) -> dict[str, Any]:
@@ -18,6 +20,12 @@ def constants(activation: Activation | None) -> dict[str, Any]:
         "FUNCTION": activation.function, "INTERLEAVED": activation.interleaved, "ALPHA": activation.alpha,
         "GATE_LIMIT": activation.gate_limit, "UP_LIMIT": activation.up_limit, "UP_OFFSET": activation.up_offset,
     }  # fmt: skip
+
+
+@triton.jit
+def is_cut(x, LIMIT: tl.constexpr):
+    """Where a limit leaves no gradient."""
+    return x > LIMIT if _PASSES_AT_LIMIT else x >= LIMIT
 
 
 @triton.jit
@@ -45,13 +53,13 @@ def activation_value_and_derivatives(
     if ALPHA != 1.0:
         hidden *= 1 / ALPHA
     if GATE_LIMIT is not None:
-        by_gate = tl.where(gate > GATE_LIMIT, 0.0, by_gate)
+        by_gate = tl.where(is_cut(gate, GATE_LIMIT), 0.0, by_gate)
     by_up = hidden
     if GATED:
         factor = up
         if UP_LIMIT is not None:
             factor = tl.where(up > UP_LIMIT, UP_LIMIT, tl.where(up < -UP_LIMIT, -UP_LIMIT, up))
-            by_up = tl.where((up > UP_LIMIT) | (up < -UP_LIMIT), 0.0, by_up)
+            by_up = tl.where(is_cut(tl.abs(up), UP_LIMIT), 0.0, by_up)
         if UP_OFFSET != 0.0:
             factor += UP_OFFSET
         hidden *= factor
