@@ -194,6 +194,16 @@ def test_what_is_fused(name, model):
     assert {layer.activation for layer in patch_huggingface(model).layers} == expected
 
 
+@pytest.mark.parametrize("limit", [0.5, 100.0, 20000.0])
+@pytest.mark.parametrize("name", ["gpt_oss", "step3p7"])
+def test_a_limit_however_large(name, limit, model):
+    """A probe that never reaches it would take the gate for one without."""
+    for module in experts_of(model, name).values():
+        module.limit = limit
+    handle = patch_huggingface(model)
+    assert all(f"up_limit={limit}" in str(layer.activation) for layer in handle.layers)
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "step3p7"])
 def test_a_limit_that_changes_after_the_patch(name, model):
     given = inputs(model, name)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse_moe import patch_huggingface
+from blocksparse_moe.integrations.huggingface import UnsupportedModelError
 from blocksparse_moe_kernels import torch_products
 
 from .support import DEVICE
@@ -90,3 +91,25 @@ def test_merged_adapters(name):
         merged = model.merge_and_unload()
         torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+STACKED = {
+    "jetmoe": ["mlp.input_linear.weight", "mlp.output_linear.weight"],
+    "llama4": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_adapters_on_stacked_weights_that_a_part_holds_are_refused(name, patched_first):
+    """PEFT's wrapper acts when that part is called, and the weight that is read beside it has no adapter."""
+    model = build(name, DEVICE)
+    given = inputs(model, name)
+    if patched_first:
+        patch_huggingface(model)
+    wrapped = with_lora(model, target_modules=[], target_parameters=STACKED[name])
+    with pytest.raises(UnsupportedModelError, match="is wrapped by PEFT's ParamWrapper"):
+        if patched_first:
+            wrapped(**given)
+        else:
+            patch_huggingface(wrapped)

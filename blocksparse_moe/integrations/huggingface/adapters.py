@@ -27,12 +27,25 @@ class Adapter:
     Attributes:
         forward: (module, arguments of its forward; backend, fused) -> what its forward returns.
         up: name of the up-projection, whose device and dtype choose the backend.
+        holders: names of the parts that hold the weights, where it is not the module itself.
         act_fn: name of the activation function; None where the activation is not between two products.
     """
 
     forward: Callable[..., Any]
     up: str
     act_fn: str | None
+    holders: tuple[str, ...] = ()
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """Why the module's weights are not what they should be read as; None when they are."""
+        for name in self.holders:
+            part = type(attrgetter(name)(module))
+            if part.__module__.startswith("peft."):
+                return (
+                    f"its {name} is wrapped by PEFT's {part.__name__}, which acts only where that part is called itself; LoRA "
+                    "on stacked weights is for models of the experts interface"
+                )
+        return None
 
     def weight_of(self, module: nn.Module) -> Tensor:
         return attrgetter(self.up)(module)
@@ -129,9 +142,9 @@ def _step3p7(
 
 
 ADAPTERS = {
-    "DbrxExperts": Adapter(_dbrx, "mlp.w1", None),
-    "JetMoeMoE": Adapter(_jetmoe, "input_linear.weight", "activation"),
-    "Llama4TextMoe": Adapter(_llama4, "experts.gate_up_proj", "experts.act_fn"),
+    "DbrxExperts": Adapter(_dbrx, "mlp.w1", None, ("mlp",)),
+    "JetMoeMoE": Adapter(_jetmoe, "input_linear.weight", "activation", ("input_linear", "output_linear")),
+    "Llama4TextMoe": Adapter(_llama4, "experts.gate_up_proj", "experts.act_fn", ("experts",)),
     "LongcatFlashExperts": Adapter(_longcat_flash, "gate_up_proj", "act_fn"),
     "Step3p7Experts": Adapter(_step3p7, "gate_up_proj", "act_fn"),
 }

@@ -104,9 +104,9 @@ def _unknown_flags() -> dict[str, object]:
 def default_activation(module: Any) -> str | None:
     """The name of the activation of a module whose gate is that of the interface, by its class; None of others."""
     plain = _plain_activation(module)
-    if plain is None or getattr(module, "has_post_expert_norm", False) or (module.has_gate and not _has_default_gate(module)):
+    if plain is None or plain.interleaved or getattr(module, "has_post_expert_norm", False):
         return None
-    return str(plain)
+    return None if plain.gated and not _has_default_gate(module) else str(plain)
 
 
 def proven_activation(module: Any, gate: Callable[[Tensor], Tensor], act_fn: Any = None) -> str | None:
@@ -118,13 +118,13 @@ def proven_activation(module: Any, gate: Callable[[Tensor], Tensor], act_fn: Any
     if plain is None or getattr(module, "has_post_expert_norm", False):
         return None
     _, limit, alpha, _ = gate_facts(module)
-    found = [plain]
+    found, largest = [plain], 1000.0
     if plain.gated and limit is not None and 0 < limit < math.inf:
-        clamped = replace(plain, gate_limit=limit, up_limit=limit)
+        clamped, largest = replace(plain, gate_limit=limit, up_limit=limit), max(largest, 10 * limit)
         found += [clamped, replace(clamped, gate_limit=_silu_inverse(limit))]  # the latter limits silu(gate)
         if alpha is not None:
             found.append(replace(clamped, alpha=alpha, up_offset=1.0))
-    return next((str(activation) for activation in found if agrees(activation, gate)), None)
+    return next((str(activation) for activation in found if agrees(activation, gate, largest)), None)
 
 
 def gate_facts(module: Any) -> tuple[str, float | None, float | None, str | None]:
@@ -199,10 +199,10 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def agrees(activation: Activation, gate: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a module's gate computes the activation, on numbers small and large enough to meet any clamp."""
+def agrees(activation: Activation, gate: Callable[[Tensor], Tensor], largest: float = 1000.0) -> bool:
+    """Whether a module's gate computes the activation, on small numbers and on some around `largest`, to meet any clamp."""
     random = torch.Generator().manual_seed(0)
-    scale = torch.tensor([1.0, 4.0, 30.0, 1000.0]).repeat_interleave(16)[:, None]
+    scale = torch.tensor([1.0, 4.0, 30.0, largest], dtype=torch.float64).repeat_interleave(16)[:, None]
     pre = scale * torch.randn(64, 32, generator=random, dtype=torch.float64)  # in fp32 two ways to write a function differ
     try:
         ours, theirs = activation(pre), gate(pre)

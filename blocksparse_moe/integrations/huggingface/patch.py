@@ -207,6 +207,8 @@ def why_not_patched(module: Any) -> str | None:
         return why_not(module)
     if "forward" in module.__dict__ and not _patches(module):
         return f"the forward of this {type(module).__name__} was replaced by something else; patch the model before that"
+    if (reason := adapter.why_not(module)) is not None:
+        return reason
     weight = adapter.weight_of(module)
     return None if weight.dtype in DTYPES else f"its weights are {weight.dtype}, a quantised format"
 
@@ -259,6 +261,8 @@ def _adapted_forward(module: Any, *args: Any, **named: Any) -> Any:
     """Forward of a module with an adapter."""
     adapter, patch = adapter_of(module), _patches(module)[-1]
     assert adapter is not None
+    if (reason := adapter.why_not(module)) is not None:
+        raise UnsupportedModelError(f"{type(module).__name__}: {reason}. Call unpatch_huggingface(model).")
     activation = _activation_in_force(module, adapter, patch)
     return adapter.forward(module, *args, **named, backend=patch.backend, activation=activation)
 
