@@ -143,3 +143,28 @@ def test_offloaded_weights(name, first, model, tmp_path: Path):
         if first == "offload":
             assert "backend auto (chosen where it runs; its weights are on meta now)" in patch_huggingface(model).report
         torch.testing.assert_close(model(**given).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama4", "jetmoe"])
+def test_hooks_over_a_patch_outlive_it(name, model):
+    """accelerate's, put over the forward of an adapter: they stay when the patch goes, and leave a whole model when they go."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    given, calls = inputs(model, name), []
+
+    class Counting(hooks.ModelHook):
+        def pre_forward(self, module, *args, **named):
+            calls.append(module)
+            return args, named
+
+    expected = step(model, given)
+    handle = patch_huggingface(model)
+    patched = [module for module in model.modules() if "forward" in vars(module)]
+    for module in patched:
+        hooks.add_hook_to_module(module, Counting())
+    assert_same_step(step(model, given), expected)
+    handle.restore()
+    assert_same_step(step(model, given), expected)
+    assert len(calls) == 2 * len(patched) > 0
+    for module in patched:
+        hooks.remove_hook_from_module(module)
+    assert_same_step(step(model, given), expected)

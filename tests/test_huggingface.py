@@ -221,6 +221,29 @@ def test_what_is_put_over_an_activation_counts(how, when):
     assert_close(step(model), expected)
 
 
+def test_a_gate_on_the_instance_runs_itself():
+    """It may be replaced by another one of the same name."""
+
+    def gate(factor):
+        def gate(pre):
+            first, second = pre.chunk(2, dim=-1)
+            return factor * nn.functional.silu(first) * second
+
+        return gate
+
+    model = mixtral()
+    for module in experts_of(model):
+        module._apply_gate = gate(1.0)
+    handle = patch_huggingface(model)
+    assert {layer.activation for layer in handle.layers} == {None}
+    for module in experts_of(model):
+        module._apply_gate = gate(3.0)
+    ours = step(model)
+    handle.restore()
+    model.set_experts_implementation("grouped_mm")  # Mixtral's eager experts do not ask `_apply_gate`
+    assert_close(step(model), ours)
+
+
 def test_a_copy_is_restored_without_a_handle(calls):
     model = mixtral()
     handle = patch_huggingface(model)

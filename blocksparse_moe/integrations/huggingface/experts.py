@@ -115,8 +115,8 @@ def proven_activation(module: Any, gate: Callable[[Tensor], Tensor], act_fn: Any
     Candidates are made from the limit and alpha that the module has; a probe of the gate decides.
     """
     plain = _plain_activation(module, act_fn)
-    if plain is None or getattr(module, "has_post_expert_norm", False):
-        return None
+    if plain is None or getattr(module, "has_post_expert_norm", False) or "_apply_gate" in module.__dict__:
+        return None  # a gate that was put on the instance may be put there again, and look the same
     _, limit, alpha, _ = gate_facts(module)
     found, largest = [plain], 1000.0
     if plain.gated and limit is not None and 0 < limit < math.inf:
@@ -130,7 +130,7 @@ def proven_activation(module: Any, gate: Callable[[Tensor], Tensor], act_fn: Any
 def gate_facts(module: Any) -> tuple[str, float | None, float | None, str | None]:
     """What the module's gate depends on, cheap to ask at every call: its name, limit, alpha and function."""
     gate = getattr(module, "_apply_gate", None)
-    name = getattr(getattr(gate, "__func__", gate), "__qualname__", "")
+    name = "" if "_apply_gate" in module.__dict__ else getattr(getattr(gate, "__func__", gate), "__qualname__", "")
     limit, alpha = (_number(module, *names) for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")))
     return name, limit, alpha, function_name(getattr(module, "act_fn", None))
 

@@ -254,7 +254,14 @@ def _restore(module: Any, patch: _Patch) -> None:
     if patch.config is not None:
         module.config = patch.config
     elif not _patches(module):
-        del module.forward
+        if _is_ours(module.__dict__.get("forward")):
+            del module.forward
+        elif _is_ours(module.__dict__.get("_old_forward")):  # accelerate has put a hook over it since
+            module._old_forward = type(module).forward.__get__(module)
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is _adapted_forward
 
 
 def _adapted_forward(module: Any, *args: Any, **named: Any) -> Any:
