@@ -128,6 +128,7 @@ def test_compile(name, model):
     assert_same_step({key.removeprefix("_orig_mod."): value for key, value in found.items()}, expected)
 
 
+@pytest.mark.slow
 @families
 @pytest.mark.parametrize("first", ["patch", "offload"])
 def test_offloaded_weights(name, first, model, tmp_path: Path):
@@ -145,6 +146,7 @@ def test_offloaded_weights(name, first, model, tmp_path: Path):
         torch.testing.assert_close(model(**given).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama4", "jetmoe"])
 def test_hooks_over_a_patch_outlive_it(name, model):
     """accelerate's, put over the forward of an adapter: they stay when the patch goes, and leave a whole model when they go."""

@@ -194,6 +194,7 @@ def test_what_is_fused(name, model):
     assert {layer.activation for layer in patch_huggingface(model).layers} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0.5, 100.0, 20000.0])
 @pytest.mark.parametrize("name", ["gpt_oss", "step3p7"])
 def test_a_limit_however_large(name, limit, model):

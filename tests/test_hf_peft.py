@@ -99,6 +99,7 @@ STACKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("patched_first", [True, False])
 def test_adapters_on_stacked_weights_that_a_part_holds_are_refused(name, patched_first):
