@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blocksparse_moe import Topology, expert_mlp
 from blocksparse_moe_kernels import ACTIVATIONS, Activation, get_activation
 
-from .support import DEVICE, each_backend
+from .support import DEVICE, each_backend, each_backend_slowly
 
 positive = st.floats(1e-3, 1e3)
 limits = st.none() | positive
@@ -98,7 +98,7 @@ def test_gradients_at_the_limits(backend):
     assert not grad[gate.flatten() > 7, 0].any() and not grad[up.flatten().abs() > 7, 1].any()
 
 
-@each_backend
+@each_backend_slowly
 @pytest.mark.parametrize("bias", [False, True])
 def test_halves_that_lie_in_turn_are_one_matrix(backend, bias):
     """[E, 2, F, H] of an interleaved weight gives what its copy in halves gives, bias and gradients included."""

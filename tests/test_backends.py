@@ -245,7 +245,7 @@ COMBINATIONS = [
     pytest.param(backend, kind, columns, id=f"{backend}-{kind}-{columns}", marks=marks)
     for backend, kind, columns, marks in [
         ("torch", "ids", EQUAL, []),
-        ("torch", "pairs", UNEQUAL, []),
+        ("torch", "pairs", UNEQUAL, [pytest.mark.slow]),
         ("torch", "ids", UNEQUAL, [pytest.mark.slow]),
         ("torch", "none", UNEQUAL, [pytest.mark.slow]),
         ("triton", "ids", EQUAL, SLOW),

@@ -38,11 +38,8 @@ def bench(*arguments: str):
     return CliRunner().invoke(app, arguments)
 
 
-QUICK = ("expert_mlp", "topology")
-
-
 @pytest.mark.parametrize(
-    "op", [op if op in QUICK else pytest.param(op, marks=pytest.mark.slow) for op in OPS if op != "decoder_layer"]
+    "op", ["topology", *(pytest.param(op, marks=pytest.mark.slow) for op in OPS if op not in ("topology", "decoder_layer"))]
 )
 def test_prints_a_table_and_writes_csv(op, tmp_path):
     path = tmp_path / "results.csv"
@@ -274,7 +271,10 @@ def broken(case: Case) -> Layer:
     return Layer("planted", "peer", case.leaves(), forward)
 
 
-@pytest.mark.parametrize(("planted", "reason"), [(wrong, "relative error"), (broken, "TypeError: no such kernel")])
+@pytest.mark.parametrize(
+    ("planted", "reason"),
+    [(wrong, "relative error"), pytest.param(broken, "TypeError: no such kernel", marks=pytest.mark.slow)],
+)
 def test_a_failed_check_prints_no_figure(monkeypatch, tmp_path, planted, reason):
     monkeypatch.setitem(peers.PEERS, "planted", peers.Peer(lambda case: None, planted))
     path = tmp_path / "results.csv"

@@ -279,6 +279,7 @@ def test_fits_the_terminal(width, colours):
 # ---------------------------------------------------------------- Ctrl-C
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_there_is(tmp_path, monkeypatch):
     def step(self, curves):
         if len(curves[OURS].losses) == 2:
@@ -399,6 +400,7 @@ def test_help_names_every_option():
         assert option in shown.stdout
 
 
+@pytest.mark.slow
 def test_help_and_version_are_light():
     """Neither loads transformers or matplotlib."""
     code = """

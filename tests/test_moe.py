@@ -354,7 +354,7 @@ def test_inside_sequential(backend):
 
 @pytest.mark.case("K3")
 @each_backend_slowly
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiler", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("config", [SMALL, UNEQUAL], ids=["equal", "unequal"])
 def test_compile(config, compiler, backend):
     check_compiled(build(config, backend), compiler)
@@ -528,7 +528,12 @@ PARTS = {
 
 
 @pytest.mark.parametrize(
-    ("part", "backend"), [*((part, "torch") for part in PARTS), ("weights", "triton"), ("input and router", "triton")]
+    ("part", "backend"),
+    [
+        *((part, "torch") for part in PARTS),
+        ("weights", "triton"),
+        pytest.param("input and router", "triton", marks=pytest.mark.slow),
+    ],
 )
 def test_frozen_parts_have_no_gradient_and_change_no_other(part, backend):
     layer, x = build(UNEQUAL, backend), torch.randn(7, 8, device=DEVICE)

@@ -160,6 +160,7 @@ def test_gradient_of_a_sum_has_stride_zero(backend):
         torch.testing.assert_close(ours, oracle)
 
 
+@pytest.mark.slow
 def test_second_order_gradients():
     topology = Topology.from_ids(torch.tensor([[0, 1], [1, 2], [2, -1]], device=DEVICE), 3)
     x, w = randn(3, 4).requires_grad_(), randn(3, 5, 4).requires_grad_()
@@ -233,6 +234,7 @@ def weight_of(experts: int, columns: int, hidden: int, dense_axis: str, halves: 
     return w if dense_axis == "hidden" else w.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_CUDA and torch.cuda.get_device_capability() < (9, 0), reason="needs the copy engine of sm_90")
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
