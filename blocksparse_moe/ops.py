@@ -175,9 +175,9 @@ def expert_mlp(
     _check_columns_type("expert_mlp", columns)
     out_dtype = autocast_dtype(x) or x.dtype
     dtype = autocast_dtype(up_proj) or up_proj.dtype
-    x, up_proj, down_proj = x.to(dtype), up_proj.to(dtype), down_proj.to(dtype)
-    up_proj_bias = None if up_proj_bias is None else up_proj_bias.to(dtype)
-    down_proj_bias = None if down_proj_bias is None else down_proj_bias.to(dtype)
+    x, up_proj, down_proj = _cast(x, dtype), _cast(up_proj, dtype), _cast(down_proj, dtype)
+    up_proj_bias = None if up_proj_bias is None else _cast(up_proj_bias, dtype)
+    down_proj_bias = None if down_proj_bias is None else _cast(down_proj_bias, dtype)
     up_proj, down_proj, up_proj_bias, widths = _expert_weights(
         topology, up_proj, down_proj, up_proj_bias, columns, *halves_of(activation)
     )
@@ -194,7 +194,7 @@ def expert_mlp(
     else:
         pre, hidden = ops.expert_up(x, up_proj, up_proj_bias, *arguments)
         y = ops.expert_down(pre, hidden, down_proj, down_proj_bias, routing_weights, *arguments)
-    return y.to(out_dtype)
+    return _cast(y, out_dtype)
 
 
 def _choose(backend: str, tensor: Tensor) -> str:
@@ -247,7 +247,7 @@ def _expert_weights(
     if up_proj_bias is not None:
         check_shape("expert_mlp", "up_proj_bias", up_proj_bias, (joined, apart))
         up_proj_bias = up_proj_bias if up_proj_bias.ndim == 3 else up_proj_bias.unflatten(1, apart[1:])
-    up_proj = up_proj if up_proj.ndim == 4 else up_proj.unflatten(1, apart[1:])
+    up_proj = up_proj if up_proj.ndim == 4 else up_proj.view(*apart, H)
     return up_proj, down_proj.transpose(1, 2), up_proj_bias, None
 
 
@@ -292,7 +292,12 @@ def _check_columns_type(operation: str, columns: Columns | None) -> None:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.to(autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)
+    return tuple(_cast(tensor, autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `Tensor.to`, which takes longer to see that there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _check_no_tangent(operation: str, *tensors: Tensor | None) -> None:

@@ -30,6 +30,7 @@ _TRITON_LAUNCHERS = {
     "expert_sum_tokens": "bias",
     "bias_dot": "bias",
     "zero_tail": "zero_tail",
+    "replay": "replay",
 }
 
 

@@ -204,8 +204,8 @@ def helpers(layer: Layer) -> None:
     bias_dot(layer.tokens, layer.down_bias(), topology)
     for tokens in (T, 64):
         sort_ids(torch.empty(tokens, layer.top_k, dtype=torch.int64, device="meta"), topology.num_experts, 128)
-    zero_tail(layer.rows, topology.num_rows)
-    zero_tail(layer.rows, topology.num_rows, H)
+    zero_tail(layer.rows, topology.offsets)
+    zero_tail(layer.rows, topology.offsets, H)
 
 
 PRODUCTS: dict[str, tuple[Callable, ...]] = {

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from blocksparse_moe_kernels import Columns, Topology, reference
 from blocksparse_moe_kernels.config import choose_block_m
 
-from .support import DEVICE, Routing, routings
+from .support import DEVICE, Routing, in_full, routings
 
 FIELDS = ("tokens", "slots", "rows", "offsets", "token_slots", "token_offsets")
 
@@ -110,6 +110,7 @@ def test_sort_kernels(routing, layout, block_m, few):
     def sort_ids(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "FEW_SLOTS", kernels.FEW_SLOTS if few else 0)
+            patch.setattr(kernels, "replay", in_full)
             return kernels.sort_ids(*args)
 
     ids, E = ID_LAYOUTS[layout](routing.expert_ids), routing.num_experts

@@ -12,6 +12,8 @@ from torch import Tensor
 from blocksparse_moe_kernels import Columns, Schedule, Topology
 from blocksparse_moe_kernels.config import choose_block_m
 
+from ..products import implementation
+
 _LIBRARY = torch.library.Library("blocksparse_moe", "DEF")
 
 TOPOLOGY = (
@@ -26,10 +28,16 @@ NUM_TOPOLOGY = 11
 def define(name: str, arguments: str, returns: str, run: Callable, fake: Callable) -> Any:
     """Register `blocksparse_moe::name` for every device, with its fake implementation, and return it.
 
-    Autocast is off inside: operands were cast before, and a backward pass under autocast must not round what it computes.
+    The last argument is the name of the implementation that computes it. Autocast is off inside: operands were cast before,
+    and a backward pass under autocast must not round what it computes.
     """
     _LIBRARY.define(f"{name}({arguments}) -> {returns}")
-    _LIBRARY.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
+
+    @_without_autocast
+    def run_or_replay(*args: Any) -> Any:
+        return implementation(args[-1]).replay(run, *args)
+
+    _LIBRARY.impl(name, run_or_replay, "CompositeExplicitAutograd")
     torch.library.register_fake(f"blocksparse_moe::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.blocksparse_moe, name)
 

@@ -69,7 +69,7 @@ def _dsd_run(s, w, *arguments) -> Tensor:
     kernels = implementation(backend)
     columns = columns_of(widths, w.shape[1:-1].numel(), topology)
     y = kernels.dsd(BlockSparse(s, topology, columns), w)
-    return kernels.zero_tail(y, topology.num_rows, y.shape[1])
+    return kernels.zero_tail(y, topology.offsets, y.shape[1])
 
 
 def _dsd_fake(s, w, *arguments) -> Tensor:

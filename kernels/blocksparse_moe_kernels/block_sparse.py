@@ -139,10 +139,10 @@ class BlockSparse:
         return block_offsets(self.topology, self.columns)
 
     def end(self) -> tuple[Tensor, int]:
-        """(n, scale): the first element of `values` behind the rows that are kept is n * scale, n 0-dim on the device."""
+        """(ends, scale): the first element of `values` behind the rows that are kept is ends[-1] * scale."""
         if self.columns.are_equal:
-            return self.topology.num_rows, self.columns.widest
-        return self.block_offsets()[-1], 1
+            return self.topology.offsets, self.columns.widest
+        return self.block_offsets(), 1
 
     def blocks(self) -> list[Tensor]:
         """The block [n_e, N_e] of each expert, empty ones included: views of `values`. Synchronises."""

@@ -120,15 +120,15 @@ class Topology:
                 "Give a single expert per token as expert_ids[:, None]."
             )
         num_tokens, top_k = expert_ids.shape
-        experts = _checked_ids("Topology.from_ids", "expert_ids", expert_ids.reshape(-1), num_experts)
+        _check_ids("Topology.from_ids", "expert_ids", expert_ids, num_experts)
         if has_kernel(expert_ids.device, num_experts):
-            block_m = block_ms[0] if block_ms else choose_block_m(experts.numel(), num_experts)
+            block_m = block_ms[0] if block_ms else choose_block_m(expert_ids.numel(), num_experts)
             tokens, slots, rows, offsets, by_size, tiles, num_tiles = sort_ids(expert_ids, num_experts, block_m)
             topology = cls(
                 tokens, slots, rows, offsets, num_tokens, schedules=(Schedule(block_m, tiles, num_tiles),), by_size=by_size
             )
             return topology._with_schedules(block_ms[1:])
-        slots, rows, offsets = _sort_by(experts, num_experts)
+        slots, rows, offsets = _sort_by(expert_ids.reshape(-1), num_experts)
         tokens = torch.div(slots, top_k, rounding_mode="floor") if top_k else slots
         return cls(tokens, slots, rows, offsets, num_tokens)._with_schedules(block_ms)
 
@@ -150,7 +150,7 @@ class Topology:
                 "Topology.from_counts: counts must be [E] and num_rows at least 0; "
                 f"got shape {tuple(counts.shape)} and {num_rows}."
             )
-        _checked_ids("Topology.from_counts", "counts", counts, counts.numel())
+        _check_ids("Topology.from_counts", "counts", counts, counts.numel())
         _check_int32("Topology.from_counts", num_rows)
         ends = counts.long().clamp(0, num_rows).cumsum(0).clamp(max=num_rows).int()
         offsets = torch.cat((ends.new_zeros(1), ends))
@@ -186,7 +186,7 @@ class Topology:
             raise TypeError(f"Topology.from_pairs: tokens must be int32 or int64; got {tokens.dtype}.")
         if not 0 <= num_tokens < 2**31:
             raise ValueError(f"Topology.from_pairs: num_tokens must be in [0, 2**31); got {num_tokens}.")
-        experts = _checked_ids("Topology.from_pairs", "experts", experts, num_experts)
+        _check_ids("Topology.from_pairs", "experts", experts, num_experts)
         known = (tokens >= 0) & (tokens < num_tokens)
         slots, rows, offsets = _sort_by(torch.where(known, experts, -1), num_experts)
         safe_tokens = torch.where(known, tokens, 0).int()
@@ -297,7 +297,7 @@ class Topology:
         return Topology(*tables, schedules, self.by_size)
 
 
-def _checked_ids(operation: str, name: str, ids: Tensor, num_experts: int) -> Tensor:
+def _check_ids(operation: str, name: str, ids: Tensor, num_experts: int) -> None:
     _check_integer(operation, "num_experts", num_experts)
     if num_experts < 1:
         raise ValueError(f"{operation}: a topology needs at least one expert; got num_experts={num_experts}.")
@@ -307,7 +307,6 @@ def _checked_ids(operation: str, name: str, ids: Tensor, num_experts: int) -> Te
             f"Convert with {name}.long(); narrower types cannot hold every expert id."
         )
     _check_int32(operation, ids.numel())
-    return ids
 
 
 def _check_tensors(operation: str, **tensors: object) -> None:

@@ -6,8 +6,9 @@ product, which is free on a CPU and synchronises on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -218,10 +219,10 @@ def bias_dot(x: Tensor, bias: Tensor, topology: Topology) -> Tensor:
     return out
 
 
-def zero_tail(values: Tensor, start: Tensor, scale: int = 1) -> Tensor:
-    """Write zeros into contiguous `values` from element `start * scale` on; see `triton.zero_tail.zero_tail`."""
+def zero_tail(values: Tensor, ends: Tensor, scale: int = 1) -> Tensor:
+    """Write zeros into contiguous `values` from element `ends[-1] * scale` on; see `triton.zero_tail.zero_tail`."""
     if values.numel():
-        values.view(-1)[int(start) * scale :] = 0
+        values.view(-1)[int(ends[-1]) * scale :] = 0
     return values
 
 
@@ -257,6 +258,11 @@ def _strips(*matrices: BlockSparse) -> Iterator[tuple[slice, list[Tensor]]]:
 
 def _empty(x: Tensor, topology: Topology, columns: Columns) -> BlockSparse:
     return BlockSparse(x.new_empty(values_shape(topology.num_slots, columns)), topology, columns)
+
+
+def replay(function: Callable, *args: Any) -> Any:
+    """`function(*args)`: what runs here depends on values, so there is nothing to keep."""
+    return function(*args)
 
 
 def _rows_of(x: Tensor, topology: Topology, rows: tuple[int, int], order: Order) -> Tensor:

@@ -135,5 +135,5 @@ def activation_backward(
             HAS_WEIGHTS=weights is not None, HAS_BIAS=bias_dot is not None, **constants(activation),
         )  # fmt: skip
         if tables.varied:
-            zero_tail(grad_pre, tables.block_offsets[-1], activation.halves)
+            zero_tail(grad_pre, tables.block_offsets, activation.halves)
     return BlockSparse(grad_pre, topology, pre.columns), grad, grad_weights

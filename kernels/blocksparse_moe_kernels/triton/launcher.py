@@ -6,16 +6,42 @@ for few tokens runs; here what it found is kept by all that the choice can depen
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.jit import JITFunction
 
 from ..launch import on_device
 
 _compiled: dict[tuple, tuple[Any, tuple, Any]] = {}
 """What to call, and with which constants behind the arguments; and the kernel, so that no other one gets its id."""
+
+
+class Launch(NamedTuple):
+    """`run(*arguments)` launches a kernel on the current device."""
+
+    run: Callable
+    arguments: tuple[Any, ...]
+
+
+_launches: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """The launches made inside, in turn."""
+    launches: list[Launch] = []
+    token = _launches.set(launches)
+    try:
+        yield launches
+    finally:
+        _launches.reset(token)
 
 
 def launch(kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -26,18 +52,34 @@ def launch(kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any,
         constants: `tl.constexpr` parameters and options of the compiler.
     """
     with on_device(device):
-        if not isinstance(kernel, JITFunction):
-            kernel[grid](*args, **constants)
-            return
-        key = (id(kernel), device, *compiled_for(args), *constants, *constants.values())
-        found = _compiled.get(key)
-        if found is None:
-            compiled = kernel[grid](*args, **constants)
-            if compiled is not None:  # what records launches instead of making them returns nothing
-                _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]), kernel
+        if isinstance(kernel, JITFunction):
+            run, rest = _launch_compiled(kernel, device, grid, args, constants)
         else:
-            compiled, rest, _ = found
-            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+            run, rest = partial(kernel[grid], **constants), ()
+            with _disable_current_modes():  # the interpreter's operators are no part of what it runs
+                run(*args)
+    launches = _launches.get()
+    if launches is not None and run is not None:
+        launches.append(Launch(run, (*args, *rest)))
+
+
+def _launch_compiled(
+    kernel: Any, device: torch.device, grid: tuple[int, ...], args: tuple, constants: dict[str, Any]
+) -> tuple[Callable | None, tuple]:
+    """Launch, and return what does so again and the constants that it wants behind the arguments."""
+    key = (id(kernel), device, *compiled_for(args), *constants, *constants.values())
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*args, **constants)
+        if compiled is None:  # what records launches instead of making them returns nothing
+            return None, ()
+        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _compiled[key] = compiled, rest, kernel
+        return compiled[(*grid, 1, 1)[:3]], rest
+    compiled, rest, _ = found
+    run = compiled[(*grid, 1, 1)[:3]]
+    run(*args, *rest)
+    return run, rest
 
 
 def compiled_for(args: tuple) -> list:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config import ceil_div, next_power_of_2
 from ..sort_op import tile_capacity
 from .launcher import launch
+from .replay import replay
 
 
 @triton.jit
@@ -182,6 +183,10 @@ def sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
     Returns:
         tokens [M], slots [M], rows [M], offsets [E + 1], by_size [E], tiles [3, capacity] and num_tiles [], all int32.
     """
+    return replay(_sort_ids, ids, num_experts, block_m)
+
+
+def _sort_ids(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, ...]:
     num_slots, top_k = ids.numel(), max(1, ids.shape[1])
     capacity = tile_capacity(num_slots, num_experts, block_m)
 
