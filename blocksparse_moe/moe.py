@@ -21,7 +21,8 @@ from blocksparse_moe_kernels.launch import check_type
 
 from .autocast import autocast_dtype
 from .backends import ExpertSpec, ExpertWeights, check_name, report, select
-from .router import Router, RouterConfig, RouterOutput, positive_integer
+from .checks import positive_integer
+from .router import Router, RouterConfig, RouterOutput
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ class MoEConfig:
         for name in ("bias", "recompute"):
             check_type("MoEConfig", name, getattr(self, name), bool, "Give True or False.")
         check_type("MoEConfig", "router", self.router, RouterConfig, "Give RouterConfig(top_k=...).")
-        if self.router.top_k > self.num_experts:
-            raise ValueError(f"MoEConfig: router.top_k={self.router.top_k} exceeds num_experts={self.num_experts}.")
+        self.router.check("MoEConfig", self.num_experts)
         get_activation(self.activation)
 
     @property

@@ -719,7 +719,7 @@ def test_a_scalar_is_no_hidden_state():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(router=RouterConfig(4)), "router.top_k=4 exceeds num_experts=3"),
+        (dict(router=RouterConfig(4)), "MoEConfig: top_k=4 experts per token, but there are only 3 experts"),
         (dict(activation="swish"), "activation: 'swish' is not known; choose one of swiglu, geglu"),
         (dict(ffn_hidden_size=(5, 2)), "ffn_hidden_size names 2 experts; num_experts is 3"),
         (dict(ffn_hidden_size=()), "ffn_hidden_size names 0 experts; num_experts is 3"),

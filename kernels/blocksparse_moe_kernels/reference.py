@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange, repeat
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from .activations import get_activation
 from .block_sparse import BlockSparse, Columns
@@ -102,20 +103,43 @@ def expert_mlp(
     return combine(y, topology, routing_weights)
 
 
-def router(x: Tensor, weight: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logits = x weight^T, top-k of their softmax over all experts, renormalised to sum 1 if asked: logits, weights, ids."""
-    logits = einsum(x, weight, "t h, e h -> t e")
-    weights, expert_ids = logits.softmax(dim=-1).topk(top_k, dim=-1)
+def router(
+    x: Tensor,
+    weight: Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+    score: str = "softmax",
+    scaling_factor: float = 1.0,
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "best_two",
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits x weight^T (+ bias), their scores, the K best of the best groups, renormalised if asked: logits, weights, ids."""
+    logits = einsum(x, weight, "t h, e h -> t e") + (0 if bias is None else bias)
+    scores = {"softmax": logits.softmax(dim=-1), "sigmoid": logits.sigmoid(), "sqrt_softplus": softplus(logits).sqrt()}[score]
+    chosen_by = scores if correction_bias is None else scores + correction_bias
+    groups = rearrange(chosen_by, "t (g e) -> t g e", g=num_groups)
+    ordered = groups.sort(dim=-1, descending=True).values
+    group_scores = ordered[..., 0] if group_score == "max" else ordered[..., :2].sum(dim=-1)
+    best_groups = group_scores.topk(top_groups, dim=-1).indices
+    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, best_groups, True)
+    chosen_by = torch.where(repeat(kept, "t g -> t (g e)", e=groups.shape[2]), chosen_by, -torch.inf)
+    expert_ids = chosen_by.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, expert_ids)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return logits, weights, expert_ids
+    return logits, scaling_factor * weights, expert_ids
 
 
-def load_balancing_loss(logits: Tensor, expert_ids: Tensor) -> Tensor:
-    """E * sum_e f_e P_e: f the share of slots, P the mean probability; 1 at balance. Switch Transformer, arXiv:2101.03961."""
-    num_experts = logits.shape[-1]
-    share = torch.stack([(expert_ids == expert).to(logits.dtype).mean() for expert in range(num_experts)])
-    return num_experts * (share * logits.softmax(dim=-1).mean(dim=0)).sum()
+def load_balancing_loss(scores: Tensor, expert_ids: Tensor) -> Tensor:
+    """E * sum_e f_e P_e: f the share of slots, P the mean of the scores [T, E], which sum to 1 in each row; 1 at balance.
+    Switch Transformer, arXiv:2101.03961."""
+    num_experts = scores.shape[-1]
+    share = torch.stack([(expert_ids == expert).to(scores.dtype).mean() for expert in range(num_experts)])
+    return num_experts * (share * scores.mean(dim=0)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:

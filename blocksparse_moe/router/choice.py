@@ -1,0 +1,68 @@
+"""From logits to experts and weights.
+
+Weights are normalised through logarithms: exp(a_i) / sum exp(a_k) is the softmax of the a, which neither divides nil by nil
+where every chosen score underflows, nor needs an epsilon that shrinks small weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import RouterConfig
+
+
+def choose_experts(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
+    """(weights [T, K] fp32, expert ids [T, K] int64) in falling order of score plus bias; of equal ones the lowest id first.
+
+    Args:
+        logits: [T, E] fp32. The ids of a row that is not finite are distinct and inside [0, E) as well.
+        correction_bias: [E] fp32, or None.
+    """
+    expert_ids = _best(logits, correction_bias, config)
+    if config.normalize:
+        weights = log_scores(logits, config.score).gather(1, expert_ids).softmax(dim=-1)
+    else:
+        weights = scores(logits, config.score).gather(1, expert_ids)
+    return weights if config.scaling_factor == 1 else weights * config.scaling_factor, expert_ids
+
+
+def scores(logits: Tensor, score: str) -> Tensor:
+    """[T, E]: what `RouterConfig.score` makes of the logits."""
+    if score == "softmax":
+        return logits.softmax(dim=-1)
+    return logits.sigmoid() if score == "sigmoid" else log_scores(logits, score).exp()
+
+
+def log_scores(logits: Tensor, score: str) -> Tensor:
+    """Logarithms of the scores, but for a number that all experts of a token share; finite where the scores underflow."""
+    if score == "softmax":
+        return logits
+    if score == "sigmoid":
+        return F.logsigmoid(logits)
+    small = logits < -15  # there softplus is exp, to all digits of fp32
+    return torch.where(small, logits, F.softplus(logits.masked_fill(small, 0)).log()) / 2
+
+
+@torch.no_grad()
+def _best(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> Tensor:
+    """[T, K] int64, the experts that are chosen."""
+    # Every score grows with its logit, and logits tell apart what scores round to one number.
+    needs_scores = correction_bias is not None or (config.num_groups > 1 and config.group_score == "best_two")
+    values = scores(logits, config.score) if needs_scores else logits
+    if correction_bias is not None:
+        values = values + correction_bias
+    if config.top_groups < config.num_groups:
+        values = _of_best_groups(values, config)
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, : config.top_k]
+
+
+def _of_best_groups(values: Tensor, config: RouterConfig) -> Tensor:
+    """The values of experts in each token's best groups; -inf elsewhere."""
+    groups = values.unflatten(1, (config.num_groups, -1))
+    best = 1 if config.group_score == "max" else min(2, groups.shape[2])
+    group_values = groups.topk(best, dim=-1).values.sum(dim=-1)
+    dropped = group_values.sort(dim=-1, descending=True, stable=True).indices[:, config.top_groups :]
+    mask = torch.zeros_like(group_values, dtype=torch.bool).scatter_(1, dropped, True)
+    return groups.masked_fill(mask[..., None], -torch.inf).flatten(1)

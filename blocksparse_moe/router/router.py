@@ -1,0 +1,113 @@
+"""The router as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..autocast import without_autocast
+from .choice import choose_experts
+from .config import RouterConfig
+from .output import RouterOutput
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and keeps the K best. In fp32 whatever the dtype of input, weight or autocast.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        config: scores, K, and what happens to the weights.
+    Shape:
+        x [T, H] -> RouterOutput. Parameters `weight` [E, H] and, with `config.bias`, `bias` [E], with
+        `config.learned_noise`, `noise_weight` [E, H]; with `config.correction_bias` a buffer of that name, [E], which stays
+        fp32 when the module is cast.
+    Raises:
+        ValueError: x is not on the device of the weight; TypeError: x has no floating dtype.
+    Oracle: reference.router.
+    """
+
+    bias: nn.Parameter | None
+    noise_weight: nn.Parameter | None
+    correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        config: RouterConfig,
+        *,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        config.check("Router", num_experts)
+        self.config = config
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(self.weight.new_empty(num_experts)) if config.bias else None)
+        correction = torch.empty(num_experts, device=device, dtype=torch.float32) if config.correction_bias else None
+        self.register_buffer("correction_bias", correction)
+        noise_weight = nn.Parameter(torch.empty_like(self.weight)) if config.learned_noise else None
+        self.register_parameter("noise_weight", noise_weight)
+        self.jitter = config.jitter
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.init_std)
+        for parameter in (self.bias, self.correction_bias, self.noise_weight):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> RouterOutput:
+        if not x.is_floating_point():
+            raise TypeError(f"Router: hidden states must have a floating dtype; got {x.dtype}. Convert them, as by .float().")
+        if x.device != self.weight.device:
+            raise ValueError(
+                f"Router: the hidden states are on {x.device} and the weight on {self.weight.device}; move one with .to()."
+            )
+        with without_autocast(x.device):
+            x = x.float()
+            if self.training and self.jitter:
+                x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits = F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
+            if self.training:
+                logits = self._disturbed(logits, x)
+            weights, expert_ids = choose_experts(logits, self.correction_bias, self.config)
+            if self.training and self.config.token_dropout:
+                bypasses = torch.rand(len(x), 1, device=x.device) < self.config.token_dropout
+                weights, expert_ids = weights.masked_fill(bypasses, 0), expert_ids.masked_fill(bypasses, -1)
+        return RouterOutput(logits, weights, expert_ids, self.config.score)
+
+    def _disturbed(self, logits: Tensor, x: Tensor) -> Tensor:
+        """With the noise of training; -inf for experts that are closed."""
+        config = self.config
+        if config.noise:
+            logits = logits + config.noise * torch.randn_like(logits)
+        if self.noise_weight is not None:
+            logits = logits + F.softplus(F.linear(x, self.noise_weight.float())) * torch.randn_like(logits)
+        if config.expert_dropout:
+            draws = torch.rand(logits.shape[1], device=logits.device)
+            closed = draws < draws.topk(config.top_k).values[-1].clamp(max=config.expert_dropout)
+            logits = logits.masked_fill(closed, -torch.inf)
+        return logits
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Router:
+        """Moves the correction bias and leaves its dtype: steps of 1e-3 would be lost in bf16."""
+        before = self.correction_bias
+        super()._apply(fn, recurse)
+        after = self.correction_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.correction_bias = before.to(after.device)
+        return self
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size = self.weight.shape
+        changed = {field.name: getattr(self.config, field.name) for field in fields(RouterConfig)[2:]}
+        rest = "".join(f", {name}={value!r}" for name, value in changed.items() if value != getattr(RouterConfig, name))
+        return f"{hidden_size} -> top {self.config.top_k} of {num_experts}, normalize={self.config.normalize}{rest}"

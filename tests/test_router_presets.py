@@ -1,0 +1,153 @@
+"""Presets against the routers of transformers: experts, weights and gradients, by what its experts modules are called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocksparse_moe import Router, RouterConfig
+from blocksparse_moe.router import PRESETS
+
+pytest.importorskip("transformers")
+
+from . import hf_families as hf
+
+E, T = 8, 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """The family whose router a preset is, fields of its config, and what of the preset they change."""
+
+    family: str
+    fields: dict[str, object]
+    changes: dict[str, object]
+
+
+GROUPS = dict(n_group=4, topk_group=2, num_experts_per_tok=3, routed_scaling_factor=2.5)
+OURS = dict(num_groups=4, top_groups=2, top_k=3, scaling_factor=2.5)
+ROWS = {
+    "mixtral": Row("mixtral", {}, {}),
+    "qwen2_moe": Row("qwen2_moe", dict(norm_topk_prob=False, num_experts_per_tok=4), {}),
+    "qwen3_moe": Row("qwen3_moe", dict(norm_topk_prob=True, num_experts_per_tok=3), dict(top_k=3)),
+    "olmoe": Row("olmoe", dict(norm_topk_prob=False, num_experts_per_tok=3), dict(top_k=3)),
+    "deepseek_v2": Row("deepseek_v2", dict(topk_method="group_limited_greedy", **GROUPS), OURS),
+    "deepseek_v3": Row("deepseek_v3", dict(norm_topk_prob=True, **GROUPS), OURS),
+    "kimi_k2": Row(
+        "deepseek_v3",
+        dict(norm_topk_prob=True, n_group=1, topk_group=1, num_experts_per_tok=3, routed_scaling_factor=2.827),
+        dict(top_k=3),
+    ),
+    "glm4_moe": Row("glm4_moe", dict(norm_topk_prob=True, num_experts_per_tok=3), dict(top_k=3)),
+    "gpt_oss": Row("gpt_oss", dict(num_experts_per_tok=4), {}),
+    "dbrx": Row("dbrx", {}, dict(top_k=2)),
+    "granite": Row("granitemoe", dict(num_experts_per_tok=3), dict(top_k=3)),
+}
+
+
+class Called(Exception):
+    """Stops a block where its experts would begin."""
+
+
+def parts(row: Row, monkeypatch) -> tuple[nn.Module, nn.Module, Tensor, Tensor | None, Tensor | None]:
+    """(block, experts, weight, bias, correction bias) of the last MoE layer of a tiny model."""
+    family = hf.FAMILIES[row.family]
+    if reason := hf.missing(family):
+        pytest.skip(reason)
+    monkeypatch.setitem(hf.FAMILIES, row.family, replace(family, changes=family.changes | row.fields))
+    model = hf.build(row.family)
+    path, experts = list(hf.experts_of(model, row.family).items())[-1]
+    block = model.get_submodule(path.rpartition(".")[0])
+    gate = block.gate if hasattr(block, "gate") else block.router
+    gate = getattr(gate, "layer", gate)
+    correction = next((buffer for name, buffer in block.named_buffers() if name.endswith("e_score_correction_bias")), None)
+    if correction is None:  # a parameter in some releases
+        correction = next((p for name, p in block.named_parameters() if name.endswith("e_score_correction_bias")), None)
+    return block, experts, gate.weight, getattr(gate, "bias", None), correction
+
+
+def theirs(block: nn.Module, experts: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids, weights) [T, K] that the experts are called with."""
+    seen = {}
+
+    def stop(module, args, kwargs):
+        names = ("hidden_states", "top_k_index", "top_k_weights")
+        seen.update(dict(zip(names, args, strict=False)) | kwargs)
+        raise Called
+
+    with experts.register_forward_pre_hook(stop, with_kwargs=True), pytest.raises(Called):
+        block(x[None])
+    return seen["top_k_index"].view(len(x), -1), seen["top_k_weights"].view(len(x), -1)
+
+
+def dense(ids: Tensor, weights: Tensor) -> Tensor:
+    """[T, E]: weights of the chosen experts, whatever their order."""
+    return weights.new_zeros(len(ids), E).scatter_add(1, ids.long(), weights)
+
+
+LOGITS = {
+    "random": lambda: torch.randn(T, E),
+    "all negative": lambda: -5 - torch.randn(T, E).abs(),
+    "large": lambda: 8 * torch.randn(T, E),  # larger ones underflow in softmax: ties there, not here
+    "one far off": lambda: torch.randn(T, E).index_fill(1, torch.tensor([3]), -1e30),
+}
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("preset", ROWS)
+def test_preset(preset, logits, monkeypatch):
+    row = ROWS[preset]
+    block, experts, weight, bias, correction = parts(row, monkeypatch)
+    router = Router(weight.shape[1], E, RouterConfig.preset(preset, **row.changes))
+    with torch.no_grad():
+        weight.copy_(torch.eye(E, weight.shape[1]))
+        if correction is not None:
+            correction.copy_(0.1 * torch.randn(E))
+            router.correction_bias.copy_(correction)
+        router.weight.copy_(weight)
+        if bias is not None:
+            router.bias.copy_(bias)
+    assert (router.bias is None) == (bias is None) and (router.correction_bias is None) == (correction is None)
+    x = torch.cat((LOGITS[logits](), torch.zeros(T, weight.shape[1] - E)), 1).requires_grad_()
+
+    out = router(x)
+    ids, weights = theirs(block, experts, x)
+    assert torch.equal(out.expert_ids.sort(dim=-1).values, ids.long().sort(dim=-1).values)
+    torch.testing.assert_close(dense(out.expert_ids, out.weights), dense(ids, weights), rtol=2e-6, atol=1e-7)
+    coefficients = torch.randn(T, E)
+    ours, others = (
+        torch.autograd.grad((dense(*chosen) * coefficients).sum(), (x, gate_weight))
+        for chosen, gate_weight in (((out.expert_ids, out.weights), router.weight), ((ids, weights), weight))
+    )
+    for one, other in zip(ours, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max().clamp(min=1)))
+
+
+def test_switch():
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
+
+    config = SwitchTransformersConfig(hidden_size=16, num_experts=E, expert_capacity=T, router_jitter_noise=0.0)
+    transformers_router = SwitchTransformersTop1Router(config)
+    router = Router(16, E, RouterConfig.preset("switch"), init_std=0.5)
+    with torch.no_grad():
+        transformers_router.classifier.weight.copy_(router.weight)
+    x = torch.randn(1, T, 16)
+    index, probability, logits = transformers_router(x)
+    out = router(x[0])
+    torch.testing.assert_close(out.logits, logits[0])
+    assert torch.equal(out.expert_ids, index[0].argmax(dim=-1, keepdim=True))
+    torch.testing.assert_close(out.weights, probability[0])
+
+
+def test_every_preset_is_compared():
+    assert set(PRESETS) == {*ROWS, "switch"}
+
+
+def test_presets_by_name():
+    assert RouterConfig.preset("qwen3_moe", top_k=4) == RouterConfig(4)
+    with pytest.raises(ValueError, match=r"RouterConfig.preset: 'mistral' is not known; choose one of mixtral, switch"):
+        RouterConfig.preset("mistral")
