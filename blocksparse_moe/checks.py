@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any
 
 
 def positive_integer(config: str, name: str, value: object) -> int:
@@ -23,14 +22,14 @@ def one_of(config: str, name: str, value: object, choices: tuple[str, ...]) -> N
 
 
 def number(
-    config: str, name: str, value: Any, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
+    config: str, name: str, value: object, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
 ) -> None:
     """TypeError or ValueError that names the config and the argument, unless `value` is a finite number within the bounds."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{config}: {name} must be a number; got {value!r} of type {type(value).__name__}.")
-    inside = math.isfinite(value) and value < below
-    inside = inside and (above is None or value > above) and (at_least is None or value >= at_least)
-    if not inside:
+    size = float(value)
+    too_small = (above is not None and size <= above) or (at_least is not None and size < at_least)
+    if too_small or size >= below or not math.isfinite(size):
         bounds = [
             f"{words} {bound}"
             for words, bound in (("above", above), ("at least", at_least), ("below", below))
