@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -118,6 +120,56 @@ def test_tensors_that_share_memory(replays):
 
 
 @pytest.mark.slow
+def test_weights_that_begin_at_one_address(replays):
+    for apart in (False, True, False, True):
+        given = operands()
+        if not apart:
+            given["down_proj"] = given["up_proj"].flatten()[: E * H * F].view(E, H, F)
+        check(Topology.from_ids(ids(), E, block_ms=(16,)), **given)
+
+
+def test_an_address_that_16_does_not_divide_is_another_form(replays):
+    topology, given = Topology.from_ids(ids(), E, block_ms=(16,)), operands()
+    check(topology, **given)
+    check(topology, **given | {"x": torch.ones(T * H + 1, device=DEVICE)[1:].view(T, H)})
+    assert not replays
+
+
+def test_a_call_within_a_call(replays):
+    """The outer one sees the launches of the inner one, whether that is known or not."""
+    rows, offsets = torch.randperm(6, device=DEVICE).int(), torch.tensor([0, 6], dtype=torch.int32, device=DEVICE)
+
+    def twice(y, rows, offsets):
+        return combined(replay.replay(combined, y, rows, offsets), rows, offsets)
+
+    for function in (twice, combined, twice, twice):
+        y = torch.randn(6, 16, device=DEVICE)
+        assert torch.equal(replay.replay(function, y, rows, offsets), function(y, rows, offsets))
+    assert len(replays) > 1
+
+
+def test_a_launch_that_cannot_be_made_again(replays, monkeypatch):
+    """As a hook of Triton's cache makes it, or what records launches instead of making them."""
+    from blocksparse_moe_kernels.triton import combine as module
+
+    def without_run(*args, **constants):
+        launcher.launch(*args, **constants)
+        if launcher.are_recorded():
+            launcher._launches.get()[0] = None
+
+    def twice(y, rows, offsets):
+        return combined(combined(y, rows, offsets), rows, offsets)
+
+    launcher = importlib.import_module("blocksparse_moe_kernels.triton.launcher")
+    rows, offsets = torch.randperm(6, device=DEVICE).int(), torch.tensor([0, 6], dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(module, "launch", without_run)
+    for _ in range(2):
+        y = torch.randn(6, 16, device=DEVICE)
+        assert torch.equal(replay.replay(twice, y, rows, offsets), y[rows.long()][rows.long()])
+    assert not replays
+
+
+@pytest.mark.slow
 def test_pairs_and_unequal_experts(replays):
     columns = Columns.of([4, 8, 12])
     for _ in range(2):
@@ -136,11 +188,14 @@ def test_pairs_and_unequal_experts(replays):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=5))
 def test_numbers_of_tokens_in_turn(sizes, replays):
-    weights = operands()
+    weights, seen = operands(), [size for size in sizes if size]
+    replays.clear()
+    replay._recordings.clear()
     for size in sizes:
         x, chosen = torch.randn(size, H, device=DEVICE), torch.randint(-1, E, (size, K), device=DEVICE)
         p = torch.rand(size, K, device=DEVICE)
         check(Topology.from_ids(chosen, E), **weights | {"x": x, "routing_weights": p})
+    assert bool(replays) == (len(set(seen)) < len(seen))
 
 
 @pytest.mark.slow

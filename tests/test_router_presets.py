@@ -136,10 +136,12 @@ def test_switch():
     with torch.no_grad():
         transformers_router.classifier.weight.copy_(router.weight)
     x = torch.randn(1, T, 16)
-    index, probability, logits = transformers_router(x)
+    # the order of the results depends on the version of transformers
+    results = {result.shape[-1] == 1: result for result in transformers_router(x) if result.is_floating_point()}
+    logits, probability = results[False], results[True]
     out = router(x[0])
     torch.testing.assert_close(out.logits, logits[0])
-    assert torch.equal(out.expert_ids, index[0].argmax(dim=-1, keepdim=True))
+    assert torch.equal(out.expert_ids, logits[0].argmax(dim=-1, keepdim=True))
     torch.testing.assert_close(out.weights, probability[0])
 
 

@@ -30,13 +30,18 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-_launches: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
+_launches: ContextVar[list[Launch | None] | None] = ContextVar("launches", default=None)
+
+
+def are_recorded() -> bool:
+    """Whether launches made now are recorded."""
+    return _launches.get() is not None
 
 
 @contextmanager
-def recorded_launches() -> Iterator[list[Launch]]:
-    """The launches made inside, in turn."""
-    launches: list[Launch] = []
+def recorded_launches() -> Iterator[list[Launch | None]]:
+    """The launches made inside, in turn; None for one that cannot be made again."""
+    launches: list[Launch | None] = []
     token = _launches.set(launches)
     try:
         yield launches
@@ -59,8 +64,8 @@ def launch(kernel: Any, device: torch.device, grid: tuple[int, ...], *args: Any,
             with _disable_current_modes():  # the interpreter's operators are no part of what it runs
                 run(*args)
     launches = _launches.get()
-    if launches is not None and run is not None:
-        launches.append(Launch(run, (*args, *rest)))
+    if launches is not None:
+        launches.append(None if run is None else Launch(run, (*args, *rest)))
 
 
 def _launch_compiled(

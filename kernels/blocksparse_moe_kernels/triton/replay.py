@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..launch import on_device
 from .descriptors import Descriptor
-from .launcher import Launch, recorded_launches
+from .launcher import Launch, are_recorded, recorded_launches
 from .tiles import fp32_precision
 
 _MOST = 4096
@@ -32,6 +32,8 @@ _recordings: dict[tuple, _Recording | None] = {}
 
 def replay(function: Callable, *args: Any) -> Any:
     """`function(*args)`, where args are tensors, numbers, lists of numbers, names and None; it returns tensors that it made."""
+    if are_recorded():  # within a call that is recorded: that one is to see the launches
+        return function(*args)
     form = (function, fp32_precision(), *map(_form, args))
     recording = _recordings.get(form)
     if recording is not None:
@@ -41,7 +43,7 @@ def replay(function: Callable, *args: Any) -> Any:
     with _Operators() as operators, recorded_launches() as launches:
         results = function(*args)
     if len(_recordings) >= _MOST:
-        _recordings.clear()
+        del _recordings[next(iter(_recordings))]
     _recordings[form] = _Recording.of(args, operators, launches, results)
     return results
 
@@ -90,7 +92,7 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _MAKERS:
             self.made.append(result)
-        elif not (func.is_view and isinstance(result, Tensor) and result.data_ptr() == args[0].data_ptr()):
+        elif not (func.is_view and args and isinstance(result, Tensor) and result.data_ptr() == args[0].data_ptr()):
             self.are_harmless = False
         return result
 
@@ -148,7 +150,7 @@ class _Recording:
     """What a call did. Tensors are numbered: arguments of the call by their places, behind them what it made.
 
     Attributes:
-        device: where it launched.
+        device: of its results, and where it launched.
         layouts: shape, strides, dtype and device of each new tensor, by number.
         steps: launches, in turn.
         results: (number, shape and strides if it is a view) of each tensor that it returned.
@@ -162,7 +164,9 @@ class _Recording:
     several: bool
 
     @classmethod
-    def of(cls, args: Sequence[Any], operators: _Operators, launches: Sequence[Launch], results: Any) -> _Recording | None:
+    def of(
+        cls, args: Sequence[Any], operators: _Operators, launches: Sequence[Launch | None], results: Any
+    ) -> _Recording | None:
         """None for a call that cannot be replayed."""
         several = isinstance(results, tuple)
         results = results if several else (results,)
@@ -170,11 +174,11 @@ class _Recording:
         made = dict(enumerate(operators.made + [result for result in results if result.numel() == 0], len(args)))
         addresses = {tensor.data_ptr(): number for number, tensor in (given | made).items()}
         try:
-            steps = [_Step.of(launch, addresses) for launch in launches]
+            steps = [_Step.of(launch, addresses) for launch in launches if launch is not None]
             returned = [_number(result, made, addresses) for result in results]
         except KeyError:
             return None
-        if not steps or not operators.are_harmless:
+        if not steps or len(steps) < len(launches) or not operators.are_harmless:
             return None
         for number in made:
             users = [step for step in steps if number in step.used] or steps
