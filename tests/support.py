@@ -30,11 +30,15 @@ CASES = [
     for dtype in dtypes
 ]
 each_backend_and_dtype = pytest.mark.parametrize(("backend", "dtype"), CASES)
+each_backend_and_dtype_slowly = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] if case.values[0] == "triton" else []) for case in CASES],
+)
 each_backend = pytest.mark.parametrize("backend", ["torch", "triton"])
 each_backend_slowly = pytest.mark.parametrize(
     "backend", ["torch", pytest.param("triton", marks=() if HAS_CUDA else pytest.mark.slow)]
 )
-"""The same, but `make check` leaves the interpreter out."""
+"""The slow ones are the same, but `make check` leaves the interpreter out."""
 
 
 def in_full(function: Callable, *args: object) -> object:

@@ -14,6 +14,7 @@ from .support import (
     DEVICE,
     assert_within_budget,
     each_backend_and_dtype,
+    each_backend_and_dtype_slowly,
     each_backend_slowly,
     layouts,
     leaf,
@@ -57,7 +58,7 @@ def weight_gradient_terms(routing, inputs, grad, activation, columns) -> float:
     return max([1.0, *(y * grad).norm(dim=1).tolist()])
 
 
-@each_backend_and_dtype
+@each_backend_and_dtype_slowly
 @given(data=st.data())
 def test_expert_mlp(backend, dtype, data):
     routing = data.draw(routings())

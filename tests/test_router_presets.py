@@ -98,7 +98,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("logits", ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LOGITS)[1:])])
 @pytest.mark.parametrize("preset", ROWS)
 def test_preset(preset, logits, monkeypatch):
     row = ROWS[preset]
