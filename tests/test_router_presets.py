@@ -41,7 +41,7 @@ ROWS = {
         dict(norm_topk_prob=True, n_group=1, topk_group=1, num_experts_per_tok=3, routed_scaling_factor=2.827),
         dict(top_k=3),
     ),
-    "glm4_moe": Row("glm4_moe", dict(norm_topk_prob=True, num_experts_per_tok=3), dict(top_k=3)),
+    "glm4_moe": Row("glm4_moe", dict(norm_topk_prob=True, num_experts_per_tok=3, routed_scaling_factor=2.5), dict(top_k=3)),
     "gpt_oss": Row("gpt_oss", dict(num_experts_per_tok=4), {}),
     "dbrx": Row("dbrx", {}, dict(top_k=2)),
     "granite": Row("granitemoe", dict(num_experts_per_tok=3), dict(top_k=3)),

@@ -120,9 +120,9 @@ PRESETS = {
     "deepseek_v2": RouterConfig(6, normalize=False, scaling_factor=16.0, num_groups=8, top_groups=3, group_score="max"),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": replace(_DEEPSEEK_V3, scaling_factor=2.827, num_groups=1, top_groups=1),
-    "glm4_moe": replace(_DEEPSEEK_V3, scaling_factor=1.0, num_groups=1, top_groups=1),
+    "glm4_moe": replace(_DEEPSEEK_V3, num_groups=1, top_groups=1),
     "gpt_oss": RouterConfig(4, bias=True),
     "dbrx": RouterConfig(4),
     "granite": RouterConfig(8),
 }
-"""Routers of published models, with the numbers of their largest or best known one."""
+"""Routers of published models, with the numbers of one of each family: docs/routing.md says which."""

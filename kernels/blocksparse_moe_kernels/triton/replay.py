@@ -43,7 +43,7 @@ def replay(function: Callable, *args: Any) -> Any:
     with _Operators() as operators, recorded_launches() as launches:
         results = function(*args)
     if len(_recordings) >= _MOST:
-        del _recordings[next(iter(_recordings))]
+        _recordings.pop(next(iter(_recordings)), None)
     _recordings[form] = _Recording.of(args, operators, launches, results)
     return results
 
