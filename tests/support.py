@@ -41,11 +41,6 @@ each_backend_slowly = pytest.mark.parametrize(
 """The slow ones are the same, but `make check` leaves the interpreter out."""
 
 
-def in_full(function: Callable, *args: object) -> object:
-    """In the place of a `replay`: the call is made in full, and what was put in the launchers' place is called."""
-    return function(*args)
-
-
 @dataclass(frozen=True)
 class Routing:
     """Expert ids [T, K], some of them perhaps outside [0, E)."""

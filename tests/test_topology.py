@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from blocksparse_moe_kernels import Columns, Topology, reference
+from blocksparse_moe_kernels import Columns, Topology, reference, torch_products
 from blocksparse_moe_kernels.config import choose_block_m
 
-from .support import DEVICE, Routing, in_full, routings
+from .support import DEVICE, Routing, routings
 
 FIELDS = ("tokens", "slots", "rows", "offsets", "token_slots", "token_offsets")
 
@@ -110,7 +110,7 @@ def test_sort_kernels(routing, layout, block_m, few):
     def sort_ids(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "FEW_SLOTS", kernels.FEW_SLOTS if few else 0)
-            patch.setattr(kernels, "replay", in_full)
+            patch.setattr(kernels, "replay", torch_products.replay)  # each call in full
             return kernels.sort_ids(*args)
 
     ids, E = ID_LAYOUTS[layout](routing.expert_ids), routing.num_experts

@@ -49,11 +49,12 @@ def log_scores(logits: Tensor, score: str) -> Tensor:
 def _best(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> Tensor:
     """[T, K] int64, the experts that are chosen."""
     # Every score grows with its logit, and logits tell apart what scores round to one number.
-    needs_scores = correction_bias is not None or (config.num_groups > 1 and config.group_score == "best_two")
+    limited = config.top_groups < config.num_groups
+    needs_scores = correction_bias is not None or (limited and config.group_score == "best_two")
     values = scores(logits, config.score) if needs_scores else logits
     if correction_bias is not None:
         values = values + correction_bias
-    if config.top_groups < config.num_groups:
+    if limited:
         values = _of_best_groups(values, config)
     return _largest(values, config.top_k)
 

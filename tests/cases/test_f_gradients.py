@@ -15,9 +15,9 @@ from torch import Tensor
 
 from blocksparse_moe import RouterConfig, RouterOutput, expert_mlp
 from blocksparse_moe.products import implementation
-from blocksparse_moe_kernels import Topology, reference
+from blocksparse_moe_kernels import Topology, reference, torch_products
 from tests.cases.helpers import DTYPE, Problem, Result, dense_moe, distinct_ids, free_memory, gradients, layer, relative_error
-from tests.support import DEVICE, HAS_CUDA, each_backend_slowly, in_full
+from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 4096) if HAS_CUDA else (20, 12, 3, 2, 5)
 
@@ -185,7 +185,7 @@ def test_losses_are_smooth_at_perfect_balance():
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each product of the test's backend runs."""
     kernels, counted = implementation(request.getfixturevalue("backend")), Counter()
-    monkeypatch.setattr(kernels, "replay", in_full)
+    monkeypatch.setattr(kernels, "replay", torch_products.replay)  # each call in full
 
     def count(name: str) -> None:
         launch = getattr(kernels, name)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from blocksparse_moe import BlockSparse, combine, dsd, expert_mlp, sdd
 from blocksparse_moe.products import implementation
+from blocksparse_moe_kernels import torch_products
 from tests.cases.helpers import DTYPE, Problem, distinct_ids, free_memory, low_precision
-from tests.support import DEVICE, HAS_CUDA, LAYOUTS, each_backend_slowly, in_full
+from tests.support import DEVICE, HAS_CUDA, LAYOUTS, each_backend_slowly
 
 H, FFN, E, K, T = (1024, 512, 16, 4, 2048) if HAS_CUDA else (24, 16, 3, 2, 7)
 
@@ -106,7 +107,7 @@ def test_odd_strides_and_unaligned_pointers(backend):
 def weights_seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that the launchers of the test's backend were given."""
     kernels, seen = implementation(request.getfixturevalue("backend")), []
-    monkeypatch.setattr(kernels, "replay", in_full)
+    monkeypatch.setattr(kernels, "replay", torch_products.replay)  # each call in full
 
     def watch(name: str) -> None:
         launch = getattr(kernels, name)
