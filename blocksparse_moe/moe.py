@@ -195,6 +195,7 @@ class dMoE(nn.Module):
             init_std=config.init_std,
             device=device,
             dtype=dtype,
+            backend=backend,
         )
         self.experts = Experts(config, device=device, dtype=dtype, backend=backend)
 

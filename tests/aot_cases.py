@@ -30,6 +30,7 @@ from blocksparse_moe_kernels.triton.bias import bias_dot, expert_sum, expert_sum
 from blocksparse_moe_kernels.triton.combine import combine
 from blocksparse_moe_kernels.triton.dsd import dsd
 from blocksparse_moe_kernels.triton.dsd_transposed import dsd_transposed
+from blocksparse_moe_kernels.triton.route import route, route_backward
 from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
 from blocksparse_moe_kernels.triton.topology import sort_ids
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
@@ -204,6 +205,12 @@ def helpers(layer: Layer) -> None:
     bias_dot(layer.tokens, layer.down_bias(), topology)
     for tokens in (T, 64):
         sort_ids(torch.empty(tokens, layer.top_k, dtype=torch.int64, device="meta"), topology.num_experts, 128)
+    logits, chosen = layer.tensor(T, topology.num_experts, dtype="fp32"), layer.tensor(T, layer.top_k, dtype="fp32")
+    for normalize, score, groups in ((True, "softmax", 1), (False, "softmax", 1), (True, "sigmoid", 4)):
+        weighed = (normalize, score, 2.5)
+        bias = layer.tensor(topology.num_experts, dtype="fp32")
+        picked, ids = route(logits, bias, layer.top_k, *weighed, groups, max(1, groups // 2), "best_two")
+        route_backward(chosen, logits, picked, ids, topology.num_experts, *weighed)
     zero_tail(layer.rows, topology.offsets)
     zero_tail(layer.rows, topology.offsets, H)
 

@@ -473,7 +473,8 @@ def test_inference_saves_nothing_and_computes_the_same(backend):
         layer.requires_grad_(False)
         frozen = layer(x)
     assert saved == []
-    assert ops.names == ["blocksparse_moe::expert_mlp"], "one op, which keeps no pre-activation"
+    assert "blocksparse_moe::expert_mlp" in ops.names, "one op, which keeps no pre-activation"
+    assert not {name for name in ops.names if "expert_up" in name or "expert_down" in name}
     assert not y.requires_grad and not frozen.requires_grad
     layer.requires_grad_(True)
     trained = run(layer, x)["y"]  # constants that inference cached are of use in training too

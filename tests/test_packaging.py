@@ -37,7 +37,8 @@ assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.paramet
 
 def python(code: str, *, executable: str | Path = sys.executable, path: Path | None = None, **env: str) -> str:
     """Run `code` in a fresh interpreter outside the checkout, with `path` first on its path; its output."""
-    env = os.environ | ({"PYTHONPATH": str(path)} if path else {}) | env
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = inherited | ({"PYTHONPATH": str(path)} if path else {}) | env
     done = subprocess.run([executable, "-c", code], capture_output=True, text=True, env=env, cwd=path or Path(SITE).anchor)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -6,55 +6,17 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import MoEConfig, Router, RouterConfig, RouterOutput, dMoE
-from blocksparse_moe.router.choice import choose_experts
 from blocksparse_moe_kernels import reference
 
+from .router_support import SCORES, assert_agrees, configs, given_logits
 from .support import DEVICE, leaf, randn
 
 NARROW = [torch.bfloat16, torch.float16]
-
-
-def given_logits(logits: list[list[float]] | Tensor, top_k: int, normalize: bool) -> tuple[Router, Tensor]:
-    """A router whose weight is the identity, and the input that are its logits."""
-    x = torch.as_tensor(logits, dtype=torch.float32).to(DEVICE, copy=True).requires_grad_()
-    router = Router(x.shape[1], x.shape[1], RouterConfig(top_k, normalize=normalize), device=DEVICE)
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(x.shape[1]))
-    return router, x
-
-
-def assert_agrees(name: str, ours: Tensor, oracle: Tensor, torchs: Tensor, terms: float) -> None:
-    """Our error is at most twice (torch's own error + one rounding of the result and of the `terms`, which may cancel)."""
-    error, torch_error = ((value.double() - oracle).abs().max() for value in (ours, torchs))
-    rounding = torch.finfo(ours.dtype).eps * oracle.abs().max() + torch.finfo(torch.float32).eps * terms
-    assert error <= 2 * (torch_error + rounding), f"{name}: error {error:.3e}, torch's own {torch_error:.3e}"
-
-
-SCORES = {"softmax": lambda z: z.softmax(dim=-1), "sigmoid": torch.sigmoid, "sqrt_softplus": lambda z: F.softplus(z).sqrt()}
-
-
-@st.composite
-def configs(draw, num_experts: int) -> RouterConfig:
-    groups = draw(st.sampled_from([size for size in range(1, num_experts + 1) if num_experts % size == 0]))
-    top_groups = draw(st.integers(1, groups))
-    return RouterConfig(
-        draw(st.integers(min(2, num_experts // groups * top_groups), num_experts // groups * top_groups)),
-        normalize=draw(st.booleans()),
-        score=draw(st.sampled_from(list(SCORES))),
-        scaling_factor=draw(st.sampled_from([1.0, 2.5])),
-        correction_bias=draw(st.booleans()),
-        num_groups=groups,
-        top_groups=top_groups,
-        group_score=draw(st.sampled_from(["max", "best_two"])),
-        bias=draw(st.booleans()),
-    )
 
 
 @pytest.mark.filterwarnings("ignore:RouterConfig")
@@ -124,8 +86,9 @@ def test_scores_are_fp32_whatever_the_dtype(dtype):
     x = x.to(dtype).float()
     wide = router(x)
     narrow = router.to(dtype)(x.to(dtype))
-    for name in ("logits", "weights", "expert_ids"):
-        assert torch.equal(getattr(wide, name), getattr(narrow, name)), name
+    for name in ("logits", "weights"):  # products of narrow operands are exact, their sums are of another order
+        torch.testing.assert_close(getattr(wide, name), getattr(narrow, name), rtol=1e-5, atol=1e-5)
+    assert torch.equal(wide.expert_ids, narrow.expert_ids)
     assert narrow.logits.dtype == narrow.weights.dtype == narrow.z_loss.dtype == torch.float32
     assert narrow.load_balancing_loss.dtype == torch.float32
 
@@ -151,7 +114,7 @@ def test_sum_of_the_weights(normalize):
         torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=3e-7)
     else:
         chosen = out.logits.softmax(dim=-1).gather(1, out.expert_ids)
-        assert torch.equal(out.weights, chosen)
+        torch.testing.assert_close(out.weights, chosen, rtol=2e-6, atol=0)
         assert (sums < 0.99).any()
 
 
@@ -197,86 +160,6 @@ def test_hidden_states_that_are_refused():
         router(torch.ones(5, 4, dtype=torch.int64, device=DEVICE))
     with pytest.raises(ValueError, match="Router: the hidden states are on meta and the weight on"):
         router(torch.ones(5, 4, device="meta"))
-
-
-def chosen(logits: list[list[float]], correction: list[float] | None = None, **options) -> tuple[list, Tensor]:
-    """(expert ids, weights) of given logits."""
-    config = RouterConfig(**options, correction_bias=correction is not None)
-    bias = None if correction is None else torch.tensor(correction)
-    weights, ids = choose_experts(torch.tensor(logits), bias, config)
-    return ids.tolist(), weights
-
-
-@pytest.mark.case("E4")
-def test_the_correction_bias_chooses_and_does_not_weigh():
-    logits, bias = [[1.0, 0.0, -1.0, -2.0]], [0.0, 0.0, 0.0, 0.9]
-    ids, weights = chosen(logits, bias, top_k=2, score="sigmoid")
-    assert ids == [[3, 0]]
-    sigmoids = torch.tensor(logits).sigmoid()[0, [3, 0]]
-    torch.testing.assert_close(weights[0], sigmoids / sigmoids.sum())
-
-
-@pytest.mark.case("E5")
-@pytest.mark.parametrize("group_score", ["max", "best_two"])
-def test_groups_of_one_expert(group_score):
-    ids, _ = chosen([[1.0, 4.0, 2.0, 3.0]], top_k=2, num_groups=4, top_groups=3, group_score=group_score)
-    assert ids == [[1, 3]]
-
-
-@pytest.mark.parametrize(("group_score", "expected"), [("max", [[0, 1]]), ("best_two", [[2, 3]])])
-def test_groups_are_compared_by_their_best_or_their_best_two(group_score, expected):
-    logits = [[3.0, -9.0, 2.5, 2.4]]
-    ids, _ = chosen(logits, top_k=2, score="sigmoid", num_groups=2, top_groups=1, group_score=group_score)
-    assert ids == expected
-
-
-@pytest.mark.case("E6")
-def test_a_bias_does_not_wipe_out_small_scores():
-    logits = [[-60.0, -61.0, -62.0, -63.0]]
-    ids, weights = chosen(logits, [1.0, 1.0, 0.0, 0.0], top_k=2, score="sigmoid", normalize=False)
-    assert ids == [[0, 1]]
-    torch.testing.assert_close(weights, torch.tensor([[-60.0, -61.0]]).sigmoid(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.case("E7")
-@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("level", [-40.0, -120.0, -500.0])
-def test_scores_that_underflow_have_weights_that_sum_to_one(score, level):
-    logits = torch.tensor([[level, level - 1, level - 2, level - 3]], requires_grad=True)
-    weights, ids = choose_experts(logits, None, RouterConfig(2, score=score))
-    assert ids.tolist() == [[0, 1]]
-    ratio = 1.0 if score == "sigmoid" else 0.5
-    torch.testing.assert_close(weights[0], torch.tensor([0.0, -ratio]).softmax(0), rtol=1e-5, atol=0)
-    (grad,) = torch.autograd.grad(weights[0, 0], logits)
-    assert grad.isfinite().all() and grad[0, 0] > 0.05
-
-
-@pytest.mark.case("E11")
-def test_the_scaling_factor_counts_once():
-    logits = [[2.0, 1.0, 0.0, -1.0]]
-    for normalize in (True, False):
-        _, plain = chosen(logits, top_k=2, score="sigmoid", normalize=normalize)
-        _, scaled = chosen(logits, top_k=2, score="sigmoid", normalize=normalize, scaling_factor=2.5)
-        torch.testing.assert_close(scaled, 2.5 * plain)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_groups": 4, "top_groups": 2}, {"score": "sigmoid"}], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_ties_go_to_the_lowest_id(options, with_bias):
-    ids, _ = chosen([[0.0] * 64], [0.0] * 64 if with_bias else None, top_k=5, **options)
-    assert ids == [[0, 1, 2, 3, 4]]
-
-
-@pytest.mark.case("U1")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("options", [{}, {"num_groups": 4, "top_groups": 2}, {"score": "sigmoid"}], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_ids_of_rows_that_are_not_finite_are_distinct_and_in_range(bad, options, with_bias):
-    logits = torch.randn(6, 16)
-    logits[0], logits[1, :5], logits[2, 7] = bad, bad, bad
-    bias = torch.zeros(16) if with_bias else None
-    _, ids = choose_experts(logits, bias, RouterConfig(6, **options, correction_bias=with_bias))
-    assert all(len(set(row)) == 6 and set(row) <= set(range(16)) for row in ids.tolist())
 
 
 def test_the_correction_bias_is_a_buffer_that_stays_fp32():

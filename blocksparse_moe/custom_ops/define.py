@@ -26,18 +26,21 @@ NUM_TOPOLOGY = 11
 
 
 def define(name: str, arguments: str, returns: str, run: Callable, fake: Callable) -> Any:
-    """Register `blocksparse_moe::name` for every device, with its fake implementation, and return it.
+    """`define_op` of an op whose last argument is the name of the implementation that computes it."""
 
-    The last argument is the name of the implementation that computes it. Autocast is off inside: operands were cast before,
-    and a backward pass under autocast must not round what it computes.
-    """
-    _LIBRARY.define(f"{name}({arguments}) -> {returns}")
-
-    @_without_autocast
     def run_or_replay(*args: Any) -> Any:
         return implementation(args[-1]).replay(run, *args)
 
-    _LIBRARY.impl(name, run_or_replay, "CompositeExplicitAutograd")
+    return define_op(name, arguments, returns, run_or_replay, fake)
+
+
+def define_op(name: str, arguments: str, returns: str, run: Callable, fake: Callable) -> Any:
+    """Register `blocksparse_moe::name` for every device, with its fake implementation, and return it.
+
+    Autocast is off inside: operands were cast before, and a backward pass under autocast must not round what it computes.
+    """
+    _LIBRARY.define(f"{name}({arguments}) -> {returns}")
+    _LIBRARY.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"blocksparse_moe::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.blocksparse_moe, name)
 

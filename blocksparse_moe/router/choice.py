@@ -10,16 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..custom_ops.route import route
+from ..products import choose
 from .config import RouterConfig
 
 
-def choose_experts(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, correction_bias: Tensor | None, config: RouterConfig, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """(weights [T, K] fp32, expert ids [T, K] int64) in falling order of score plus bias; of equal ones the lowest id first.
 
     Args:
         logits: [T, E] fp32. The ids of a row that is not finite are distinct and inside [0, E) as well.
         correction_bias: [E] fp32, or None.
+        backend: "triton" makes it one kernel, "torch" a dozen operators; "auto" chooses by device.
     """
+    if choose(backend, logits.device, logits.dtype)[0] == "triton":
+        groups = (config.num_groups, config.top_groups, config.group_score)
+        weigh = (config.normalize, config.score, config.scaling_factor)
+        return route(logits, correction_bias, config.top_k, *weigh, *groups)
     expert_ids = _best(logits, correction_bias, config)
     if config.normalize:
         weights = log_scores(logits, config.score).gather(1, expert_ids).softmax(dim=-1)

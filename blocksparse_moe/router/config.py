@@ -35,6 +35,8 @@ class RouterConfig:
         group_score: what groups are compared by, "max" (DeepSeek-V2) of their experts or the sum of the "best_two"
             (DeepSeek-V3).
         bias: the gate has a bias [E], a parameter (gpt-oss).
+        narrow_gate: multiply hidden states and weight in the narrower of their two dtypes, with sums and logits in fp32.
+            Without it that is done where both have it, which loses nothing; otherwise both are widened to fp32.
 
     While training only, from torch's own random numbers:
 
@@ -57,6 +59,7 @@ class RouterConfig:
     top_groups: int = 1
     group_score: str = "best_two"
     bias: bool = False
+    narrow_gate: bool = False
     jitter: float = 0.0
     noise: float = 0.0
     learned_noise: bool = False
@@ -66,7 +69,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in ("top_k", "num_groups", "top_groups"):
             object.__setattr__(self, name, positive_integer("RouterConfig", name, getattr(self, name)))
-        for name in ("normalize", "correction_bias", "bias", "learned_noise"):
+        for name in ("normalize", "correction_bias", "bias", "narrow_gate", "learned_noise"):
             check_type("RouterConfig", name, getattr(self, name), bool, "Give True or False.")
         one_of("RouterConfig", "score", self.score, SCORES)
         one_of("RouterConfig", "group_score", self.group_score, GROUP_SCORES)

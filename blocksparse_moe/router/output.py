@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from . import losses
 from .choice import log_scores
 
 
@@ -19,6 +19,8 @@ class RouterOutput:
         weights: [T, K] fp32, of the experts in their order.
         expert_ids: [T, K] int64, in falling order of score (plus correction bias); -1 for tokens that go to no expert.
         score: what made scores of the logits, see `RouterConfig`.
+        clean_logits: [T, E] fp32 without their noise; None where none was drawn.
+        noise_scale: standard deviation of the noise, [T, E] or []; None where none was drawn.
 
     The losses are computed when they are read, and nothing is kept anywhere.
     """
@@ -27,6 +29,8 @@ class RouterOutput:
     weights: Tensor
     expert_ids: Tensor
     score: str = "softmax"
+    clean_logits: Tensor | None = None
+    noise_scale: Tensor | None = None
 
     @property
     def tokens_per_expert(self) -> Tensor:
@@ -41,14 +45,10 @@ class RouterOutput:
 
     @property
     def load_balancing_loss(self) -> Tensor:
-        """E * sum_e f_e P_e, f_e the share of slots (a mean over K), P_e the mean probability: 1 at perfect balance, E at
-        collapse, 0 for no tokens. Not scaled by any coefficient. Switch Transformer, arXiv:2101.03961."""
-        load = self.tokens_per_expert.to(self.logits.dtype)
-        share = load / load.sum().clamp(min=1)
-        mean_probability = self.probabilities.sum(dim=0) / max(1, self.logits.shape[0])
-        return self.logits.shape[-1] * torch.dot(share, mean_probability)
+        """Of these tokens: `losses.load_balancing_loss`, which also knows padding, sequences and global batches."""
+        return losses.load_balancing_loss(self)
 
     @property
     def z_loss(self) -> Tensor:
-        """mean over tokens of logsumexp(logits)^2, 0 for no tokens; not scaled. ST-MoE, arXiv:2202.08906."""
-        return self.logits.logsumexp(dim=-1).square().sum() / max(1, self.logits.shape[0])
+        """Of these tokens: `losses.z_loss`."""
+        return losses.z_loss(self)

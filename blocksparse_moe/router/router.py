@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autocast import without_autocast
+from ..backends import check_name
 from .choice import choose_experts
 from .config import RouterConfig
+from .gate import gate_logits
 from .output import RouterOutput
 
 
@@ -22,6 +24,7 @@ class Router(nn.Module):
         hidden_size: H.
         num_experts: E.
         config: scores, K, and what happens to the weights.
+        backend: "triton" chooses the experts in one kernel, "torch" by its operators; "auto" by device.
     Shape:
         x [T, H] -> RouterOutput. Parameters `weight` [E, H] and, with `config.bias`, `bias` [E], with
         `config.learned_noise`, `noise_weight` [E, H]; with `config.correction_bias` a buffer of that name, [E], which stays
@@ -44,10 +47,12 @@ class Router(nn.Module):
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         config.check("Router", num_experts)
         self.config = config
+        self.backend = check_name(backend)
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(self.weight.new_empty(num_experts)) if config.bias else None)
@@ -72,30 +77,34 @@ class Router(nn.Module):
                 f"Router: the hidden states are on {x.device} and the weight on {self.weight.device}; move one with .to()."
             )
         with without_autocast(x.device):
-            x = x.float()
             if self.training and self.jitter:
-                x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
-            logits = F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
-            if self.training:
-                logits = self._disturbed(logits, x)
-            weights, expert_ids = choose_experts(logits, self.correction_bias, self.config)
+                x = x * torch.empty_like(x, dtype=torch.float32).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits = gate_logits(x, self.weight, self.bias, narrow=self.config.narrow_gate)
+            clean_logits, noise_scale = logits, self._noise_scale(x) if self.training else None
+            if noise_scale is not None:
+                logits = logits + noise_scale * torch.randn_like(logits)
+            if self.training and self.config.expert_dropout:
+                logits = self._with_closed_experts(logits)
+            weights, expert_ids = choose_experts(logits, self.correction_bias, self.config, self.backend)
             if self.training and self.config.token_dropout:
                 bypasses = torch.rand(len(x), 1, device=x.device) < self.config.token_dropout
                 weights, expert_ids = weights.masked_fill(bypasses, 0), expert_ids.masked_fill(bypasses, -1)
-        return RouterOutput(logits, weights, expert_ids, self.config.score)
+        if noise_scale is None:
+            return RouterOutput(logits, weights, expert_ids, self.config.score)
+        return RouterOutput(logits, weights, expert_ids, self.config.score, clean_logits, noise_scale)
 
-    def _disturbed(self, logits: Tensor, x: Tensor) -> Tensor:
-        """With the noise of training; -inf for experts that are closed."""
-        config = self.config
-        if config.noise:
-            logits = logits + config.noise * torch.randn_like(logits)
+    def _noise_scale(self, x: Tensor) -> Tensor | None:
+        """Standard deviation of the noise of training, [T, E] or []; None for none."""
+        fixed = self.config.noise
         if self.noise_weight is not None:
-            logits = logits + F.softplus(F.linear(x, self.noise_weight.float())) * torch.randn_like(logits)
-        if config.expert_dropout:
-            draws = torch.rand(logits.shape[1], device=logits.device)
-            closed = draws < draws.topk(config.top_k).values[-1].clamp(max=config.expert_dropout)
-            logits = logits.masked_fill(closed, -torch.inf)
-        return logits
+            return (F.softplus(gate_logits(x, self.noise_weight)).square() + fixed**2).sqrt()
+        return torch.full((), fixed, device=x.device) if fixed else None
+
+    def _with_closed_experts(self, logits: Tensor) -> Tensor:
+        """-inf for experts that are closed to all tokens; K stay open."""
+        draws = torch.rand(logits.shape[1], device=logits.device)
+        closed = draws < draws.topk(self.config.top_k).values[-1].clamp(max=self.config.expert_dropout)
+        return logits.masked_fill(closed, -torch.inf)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Router:
         """Moves the correction bias and leaves its dtype: steps of 1e-3 would be lost in bf16."""

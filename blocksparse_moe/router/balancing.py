@@ -1,0 +1,84 @@
+"""Balancing without a loss: the correction biases of routers move after each optimizer step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..checks import number
+from .losses import sum_over_ranks
+from .output import RouterOutput
+from .router import Router
+
+
+class BiasBalancer:
+    """Moves the correction bias of every expert by gamma towards balance, once per optimizer step:
+    bias_e += gamma * sign(mean load - load_e).
+
+        balancer = BiasBalancer(model)
+        optimizer.register_step_post_hook(lambda *_: balancer.step())
+
+    The load is that of all tokens that the routers saw in training since the last step, whatever the micro-batches and ranks;
+    what activation checkpointing computes once more is not counted again. Nothing waits for the device.
+
+    Args:
+        model: its `Router`s with `correction_bias` are balanced; others are left alone.
+        gamma: what a bias moves by at a step; 1e-3 in DeepSeek-V3, 0 for its last tokens.
+        ema: how much of the former load is kept at a step, in [0, 1): load = ema * load + (1 - ema) * new load.
+        group: ranks that have other tokens; None for all of them if torch.distributed is initialised, else this one.
+    Raises:
+        ValueError: no router of the model has a correction bias.
+    Source: arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, gamma: float = 1e-3, ema: float = 0.0, group: dist.ProcessGroup | None = None
+    ) -> None:
+        number("BiasBalancer", "gamma", gamma, at_least=0)
+        number("BiasBalancer", "ema", ema, at_least=0, below=1)
+        self.gamma, self.ema, self.group = gamma, ema, group
+        modules = [module for module in model.modules() if isinstance(module, Router)]
+        self.routers = [router for router in modules if router.correction_bias is not None]
+        if not self.routers:
+            raise ValueError(
+                "BiasBalancer: no Router of the model has a correction bias; use RouterConfig(correction_bias=True)."
+            )
+        self._counts: list[Tensor | None] = [None] * len(self.routers)
+        self._loads: list[Tensor | None] = [None] * len(self.routers)
+        self._hooks = [
+            router.register_forward_hook(lambda module, args, output, index=index: self._count(index, module, output))
+            for index, router in enumerate(self.routers)
+        ]
+
+    def _count(self, index: int, router: Router, routing: RouterOutput) -> None:
+        if router.training and torch.is_grad_enabled() and not is_recomputed():
+            so_far, counts = self._counts[index], routing.tokens_per_expert
+            self._counts[index] = counts if so_far is None else so_far + counts
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the biases by what was counted since the last step, and begin to count anew."""
+        biases = [router.get_buffer("correction_bias") for router in self.routers]
+        counts = [
+            torch.zeros_like(bias, dtype=torch.int64) if count is None else count
+            for bias, count in zip(biases, self._counts, strict=True)
+        ]
+        totals = sum_over_ranks(torch.cat(counts), self.group).split([len(count) for count in counts])
+        self._counts = [None] * len(self.routers)
+        for index, (bias, total) in enumerate(zip(biases, totals, strict=True)):
+            load, former = total.float(), self._loads[index]
+            if self.ema:
+                load = load if former is None else self.ema * former + (1 - self.ema) * load
+                self._loads[index] = load
+            bias.add_((load.mean() - load).sign(), alpha=self.gamma)
+
+    def remove(self) -> None:
+        """Take the hooks off the routers."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def is_recomputed() -> bool:
+    """Whether this forward pass runs inside a backward pass, as activation checkpointing has it. Compiled code never asks."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,283 @@
+"""Routing: from logits to the experts of each token and their weights, and back.
+
+    route            logits [T, E] -> weights [T, K], ids [T, K]
+    route_backward   gradient of the weights [T, K] -> gradient of the logits [T, E]
+
+A program has a few whole rows. Numbers are compared as integers of the same order, so that a maximum over a warp is one
+instruction, and NaN has its place as well. The columns of a tile are the experts of each group, padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..config import ceil_div, next_power_of_2, num_programs
+from .launcher import launch
+
+_LEAST = tl.constexpr(-(2**31))
+"""Below the key of any number: what cannot be chosen, or was."""
+
+
+@triton.jit
+def _key(value):
+    """int32 that is larger where the fp32 value is; one for both zeros, and NaN above (its sign bit set: below) all numbers."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST + 1)
+
+
+@triton.jit
+def _best(keys, number):
+    """[ROWS]: of the columns with the largest key the lowest `number`."""
+    most = tl.max(keys, 1)
+    return tl.min(tl.where(keys == most[:, None], number[None, :], 2147483647), 1)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x in [0, 1], to all digits: the rounding of 1 + x is divided out again."""
+    one_more = 1 + x
+    return tl.where(one_more == 1, x, tl.log(one_more) * (x / tl.where(one_more == 1, 1.0, one_more - 1)))
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + _log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _row_softmax(logits):
+    """Of [ROWS, E]: exp(logits - largest) and its sum [ROWS], and the largest [ROWS]."""
+    largest = tl.max(logits, 1)
+    exponentials = tl.exp(logits - largest[:, None])
+    return exponentials, tl.sum(exponentials, 1), largest
+
+
+@triton.jit
+def _score(logits, SCORE: tl.constexpr):
+    """Of [ROWS, E], for the choice."""
+    if SCORE == "softmax":
+        exponentials, total, _ = _row_softmax(logits)
+        return exponentials / total[:, None]
+    elif SCORE == "sigmoid":
+        return tl.sigmoid(logits)
+    else:
+        return tl.sqrt(_softplus(logits))
+
+
+@triton.jit
+def _log_score(logits, SCORE: tl.constexpr):
+    """But for what all experts of a token share."""
+    if SCORE == "softmax":
+        return logits
+    elif SCORE == "sigmoid":
+        return tl.minimum(logits, 0.0) - _log1p(tl.exp(-tl.abs(logits)))
+    else:
+        small = logits < -15.0
+        return tl.where(small, logits, tl.log(_softplus(tl.where(small, 0.0, logits)))) / 2
+
+
+@triton.jit
+def _log_score_derivative(logits, SCORE: tl.constexpr):
+    if SCORE == "softmax":
+        return tl.full(logits.shape, 1.0, tl.float32)
+    elif SCORE == "sigmoid":
+        return tl.sigmoid(-logits)
+    else:
+        small = logits < -15.0
+        inside = tl.where(small, 0.0, logits)
+        return tl.where(small, 0.5, tl.sigmoid(inside) / (2 * _softplus(inside)))
+
+
+@triton.jit
+def _in_best_groups(
+    values, known, num_groups,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, GROUPS * SIZE]: whether the column's group is one of the TOP_GROUPS best of its row."""
+    grouped = tl.reshape(tl.where(known[None, :], values, float("-inf")), (ROWS, GROUPS, SIZE))
+    best = tl.max(grouped, 2)
+    if BEST_TWO:
+        level = grouped == best[:, :, None]
+        second = tl.max(tl.where(level, float("-inf"), grouped), 2)
+        best += tl.where(tl.sum(level.to(tl.int32), 2) > 1, best, second)
+    group = tl.arange(0, GROUPS)
+    keys = tl.where((group < num_groups)[None, :], _key(best), _LEAST)
+    kept = tl.zeros((ROWS, GROUPS), tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        is_best = group[None, :] == _best(keys, group)[:, None]
+        kept = tl.where(is_best, 1, kept)
+        keys = tl.where(is_best, _LEAST, keys)
+    return tl.reshape(tl.broadcast_to(kept[:, :, None], (ROWS, GROUPS, SIZE)), (ROWS, GROUPS * SIZE)) > 0
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_groups"])
+def _route_kernel(
+    Logits, Correction, Weights, Ids,                       # [T, E], [E], [T, K], [T, K]
+    stride_t, stride_e, num_tokens, num_experts, num_groups,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    SCORE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+):  # fmt: skip
+    """TOP_GROUPS is 0 where groups limit nothing."""
+    column = tl.arange(0, GROUPS * SIZE)
+    size = num_experts // num_groups
+    expert = column // SIZE * size + column % SIZE
+    known = (column % SIZE < size) & (column // SIZE < num_groups)
+    slot = tl.arange(0, SLOTS)
+    for block in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        here = row < num_tokens
+        rows = Logits + row[:, None] * stride_t
+        logits = tl.load(
+            rows + expert[None, :].to(tl.int64) * stride_e, mask=here[:, None] & known[None, :], other=float("-inf")
+        )
+        values = logits
+        if HAS_CORRECTION or (TOP_GROUPS > 0 and BEST_TWO):
+            values = _score(logits, SCORE)
+        if HAS_CORRECTION:
+            values += tl.load(Correction + expert, mask=known, other=0.0)[None, :]
+        keys = tl.where(known[None, :], _key(values), _LEAST)
+        if TOP_GROUPS > 0:
+            kept = _in_best_groups(values, known, num_groups, ROWS, GROUPS, SIZE, TOP_GROUPS, BEST_TWO)
+            keys = tl.where(kept, keys, _LEAST)
+        ids = tl.zeros((ROWS, SLOTS), tl.int32)
+        for k in tl.static_range(TOP_K):
+            best = _best(keys, expert)
+            ids = tl.where(slot[None, :] == k, best[:, None], ids)
+            keys = tl.where(expert[None, :] == best[:, None], _LEAST, keys)
+
+        used = here[:, None] & (slot < TOP_K)[None, :]
+        chosen = tl.load(rows + ids.to(tl.int64) * stride_e, mask=used, other=float("-inf"))
+        if NORMALIZE:
+            chosen = tl.where((slot < TOP_K)[None, :], _log_score(chosen, SCORE), float("-inf"))
+            exponentials, total, _ = _row_softmax(chosen)
+            weights = exponentials / total[:, None]
+        elif SCORE == "softmax":
+            _, total, largest = _row_softmax(logits)
+            weights = tl.exp(chosen - largest[:, None]) / total[:, None]
+        else:
+            weights = _score(chosen, SCORE)
+        places = row[:, None] * TOP_K + slot[None, :]
+        tl.store(Weights + places, weights * SCALE, mask=used)
+        tl.store(Ids + places, ids.to(tl.int64), mask=used)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
+def _route_backward_kernel(
+    Grad, Logits, Weights, Ids, Out,                        # [T, K], [T, E] or None, [T, K], [T, K], [T, E]
+    stride_gt, stride_gk, stride_t, stride_e, num_tokens, num_experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SCORE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, EXPERTS)
+    known = expert < num_experts
+    for block in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        here = row < num_tokens
+        common = tl.zeros((ROWS,), tl.float32)
+        if NORMALIZE or SCORE == "softmax":
+            for k in tl.static_range(TOP_K):
+                grad = tl.load(Grad + row * stride_gt + k * stride_gk, mask=here, other=0.0)
+                common += grad * tl.load(Weights + row * TOP_K + k, mask=here, other=0.0)
+        mask = here[:, None] & known[None, :]
+        if NORMALIZE or SCORE != "softmax":
+            out = tl.zeros((ROWS, EXPERTS), tl.float32)
+        else:
+            columns = row[:, None] * stride_t + expert[None, :].to(tl.int64) * stride_e
+            exponentials, total, _ = _row_softmax(tl.load(Logits + columns, mask=mask, other=float("-inf")))
+            out = exponentials * (-common / total)[:, None]
+        for k in tl.static_range(TOP_K):
+            chosen = tl.load(Ids + row * TOP_K + k, mask=here, other=0)
+            grad = tl.load(Grad + row * stride_gt + k * stride_gk, mask=here, other=0.0)
+            weight = tl.load(Weights + row * TOP_K + k, mask=here, other=0.0)
+            if NORMALIZE:
+                grad -= common / SCALE
+            grad *= weight
+            if SCORE != "softmax":
+                logit = tl.load(Logits + row * stride_t + chosen * stride_e, mask=here, other=0.0)
+                grad *= _log_score_derivative(logit, SCORE)
+            out += tl.where(expert[None, :] == chosen[:, None].to(tl.int32), grad[:, None], 0.0)
+        tl.store(Out + row[:, None] * num_experts + expert[None, :], out, mask=mask)
+
+
+def _tile(num_tokens: int, columns: int, device: torch.device) -> tuple[int, int, int]:
+    """(rows of a tile, programs, warps of each). A warp has whole rows, unless one is too long for it."""
+    rows = max(1, min(32, 256 // columns))
+    return rows, min(ceil_div(num_tokens, rows), 32 * num_programs(device)), max(1, columns // 1024)
+
+
+def route(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    top_k: int,
+    normalize: bool,
+    score: str,
+    scaling_factor: float,
+    num_groups: int,
+    top_groups: int,
+    group_score: str,
+) -> tuple[Tensor, Tensor]:
+    """Experts of each token, in falling order of score plus bias, of equal ones the lowest first, and their weights.
+
+    Args:
+        logits: [T, E] fp32, any strides; E and K of any size, though each of the K costs one pass over a row in registers.
+        correction_bias: [E] fp32, or None.
+        top_k, ..., group_score: as in `RouterConfig`.
+    Returns:
+        weights [T, K] fp32 and expert ids [T, K] int64: K distinct ids inside [0, E) whatever the logits are.
+    Oracle: reference.router. Source of groups and of the correction: DeepSeek-V3, arXiv:2412.19437.
+    """
+    T, E = logits.shape
+    weights = logits.new_empty(T, top_k)
+    ids = torch.empty(T, top_k, dtype=torch.int64, device=logits.device)
+    if T == 0:
+        return weights, ids
+    if correction_bias is not None:
+        correction_bias = correction_bias.contiguous()
+    limited = top_groups < num_groups
+    num_groups = num_groups if limited else 1
+    size = next_power_of_2(E // num_groups)
+    groups = next_power_of_2(num_groups)
+    rows, programs, warps = _tile(T, groups * size, logits.device)
+    launch(
+        _route_kernel, logits.device, (programs,),
+        logits, correction_bias, weights, ids, *logits.stride(), T, E, num_groups,
+        ROWS=rows, GROUPS=groups, SIZE=size, TOP_K=top_k, SLOTS=next_power_of_2(top_k),
+        SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, HAS_CORRECTION=correction_bias is not None,
+        TOP_GROUPS=top_groups if limited else 0, BEST_TWO=group_score == "best_two" and num_groups < E, num_warps=warps,
+    )  # fmt: skip
+    return weights, ids
+
+
+def route_backward(
+    grad: Tensor,
+    logits: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    num_experts: int,
+    normalize: bool,
+    score: str,
+    scaling_factor: float,
+) -> Tensor:
+    """The gradient of the logits, [T, E] fp32, by that of the weights.
+
+    Args:
+        grad: [T, K] fp32, any strides.
+        logits: as given to `route`; None will do for normalised softmax.
+        weights, ids: as `route` returned them.
+    """
+    T, top_k = grad.shape
+    out = grad.new_empty(T, num_experts)
+    if T == 0:
+        return out
+    experts = next_power_of_2(num_experts)
+    rows, programs, warps = _tile(T, experts, grad.device)
+    launch(
+        _route_backward_kernel, grad.device, (programs,),
+        grad, logits, weights, ids, out, *grad.stride(), *((0, 0) if logits is None else logits.stride()), T, num_experts,
+        ROWS=rows, EXPERTS=experts, TOP_K=top_k, SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, num_warps=warps,
+    )  # fmt: skip
+    return out
