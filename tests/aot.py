@@ -33,11 +33,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import PTXASError
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import blocksparse_moe_kernels.triton as kernel_package
 from blocksparse_moe_kernels.config import GemmConfig
+from blocksparse_moe_kernels.triton import sdd_gluon
+from blocksparse_moe_kernels.triton.descriptors import Described
 
 from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS, Build, configurations, forms, full_product
 
@@ -68,8 +70,9 @@ class Launch:
                 signature[name], number = f"*{POINTERS[value.dtype]}", value.data_ptr()
             elif isinstance(value, int):
                 signature[name], number = "i32" if -(2**31) <= value < 2**31 else "i64", value
-            elif isinstance(value, TensorDescriptor):
-                signature[name] = f"tensordesc<{POINTERS[value.base.dtype]}{list(value.block_shape)}>"
+            elif isinstance(value, Described):
+                layout = "" if value.layout is None else f",{value.layout!r}"
+                signature[name] = f"tensordesc<{POINTERS[value.base.dtype]}{list(value.block_shape)}{layout}>"
                 continue
             else:
                 raise TypeError(
@@ -77,11 +80,13 @@ class Launch:
                 )
             if number % 16 == 0 and specialised:
                 hints[(index,)] = [["tt.divisibility", 16]]
-        return ASTSource(self.kernel, signature, constants, hints), values
+        source = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return source(self.kernel, signature, constants, hints), values
 
 
 def record(build: Build) -> list[Launch]:
     """The launches of a build's call, none of which is made."""
+    sdd_gluon.architecture_of = lambda device: build.architecture
     launches: list[Launch] = []
     for kernel in kernels():
         kernel.run = recorder(kernel, launches)

@@ -43,9 +43,12 @@ ALLOWED_STACK = {
 }
 """Bytes of spilled registers that a configuration of sm_90 may have outside the loop of its product, and why."""
 
-STORE_BUFFER = {"_sdd_tma_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2}
+STORE_BUFFER = {"_sdd_tma_kernel": 1, "_sdd_gluon_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2}
 """Bytes of the buffer from which TMA stores, for each element of the tile (sdd stores half a tile at a time). A transposed
 product whose store shared the buffers of its loads (128x256, both operands by TMA; Triton 3.6, H200) wrote wrong results."""
+
+COPIES = ("cp.async.c", "cp.async.bulk.tensor")
+"""Asynchronous copies: of 4 to 16 bytes by a thread, and of tiles by TMA."""
 
 
 def compile_ahead(folder: Path, architecture: int, *options: str) -> list[Report]:
@@ -89,9 +92,11 @@ def faults(report: Report) -> list[str]:
     buffers = config.num_stages - (expected == "mma.sync")
     pipelined = 2 * buffers * config.block_k * (config.block_m + config.block_n)
     store_buffer = STORE_BUFFER.get(report.kernel, 0) * config.block_m * config.block_n
-    copies = report.instructions["cp.async.c"] + report.instructions["cp.async.bulk.tensor"]
+    copies = sum(report.instructions[name] for name in COPIES)
     if not copies or report.shared < pipelined:
         found.append(f"does not load ahead: {buffers} buffers of both operands take {pipelined} B")
+    if report.kernel == "_sdd_gluon_kernel" and not all(report.instructions[name] for name in COPIES):
+        found.append(f"does not copy by both of {COPIES}")
     if report.architecture == 90 and store_buffer and report.shared < pipelined + store_buffer:
         found.append("has no buffer of its own for the store: see STORE_BUFFER")
     if report.architecture == 90:
@@ -162,6 +167,7 @@ GOOD = Report(
         ({"instructions": GOOD.instructions | {"cp.async.c": 0}}, "does not load ahead"),
         ({"shared": 2 * 64 * (128 + 128) * 2}, "does not load ahead"),
         ({"kernel": "_dsd_tma_kernel"}, "no buffer of its own"),
+        ({"kernel": "_sdd_gluon_kernel", "shared": 229_608}, "does not copy by both"),
         ({"stack": 8}, "spills more registers"),
         ({"loop_spills": 2}, "in the loop"),
     ],

@@ -37,11 +37,17 @@ def argument(kind: str, number: int):
         return tensor
     from blocksparse_moe_kernels.triton.descriptors import describe
 
-    return describe(tensor[-2048:].view(64, 32), 16 << number % 2, 16)
+    described = describe(tensor[-2048:].view(64, 32), 16 << number % 2, 16)
+    if kind == "descriptor":
+        return described
+    from blocksparse_moe_kernels.triton.sdd_gluon import SwizzledDescriptor, gl
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * (number % 5 > 1), element_bitwidth=16, rank=2)
+    return SwizzledDescriptor(described.base, *described.form[:3], layout)
 
 
 numbers = st.sampled_from([0, 1, 2, 3, 8, 16, 17, 48, 2**31 - 1, 2**31 + 1, 2**31 + 16, 2**33])
-pairs = st.tuples(st.sampled_from(["integer", "tensor", "descriptor", "none"]), numbers, numbers)
+pairs = st.tuples(st.sampled_from(["integer", "tensor", "descriptor", "swizzled", "none"]), numbers, numbers)
 
 
 @settings(max_examples=200)

@@ -226,6 +226,23 @@ def test_forms_are_forgotten_before_they_are_too_many(replays, monkeypatch):
         assert len(replay._recordings) <= 3
 
 
+def test_descriptors_are_made_anew():
+    """Of the tensor of a later call, of the same class, in the same form."""
+    from blocksparse_moe_kernels.triton.descriptors import describe
+    from blocksparse_moe_kernels.triton.sdd_gluon import SwizzledDescriptor
+
+    old, new, seen = torch.zeros(4, 64), torch.ones(4, 64), []
+    described = describe(old, 4, 32)
+    arguments = (described, 7, SwizzledDescriptor.of(described), None)
+    launch = replay.Launch(lambda *given: seen.extend(given), arguments)
+    step = replay._Step.of(launch, {old.data_ptr(): 5})
+    assert step.used == {5}
+    step.launch({5: new})
+    assert [type(one) for one in seen] == [type(one) for one in arguments]
+    for before, after in ((arguments[0], seen[0]), (arguments[2], seen[2])):
+        assert after.base is new and after.form == before.form and after.layout == before.layout
+
+
 def sum_of(y: torch.Tensor) -> torch.Tensor:
     return implementation("triton").combine(y, Topology.from_counts(torch.tensor([y.shape[0]], device=DEVICE), y.shape[0]))
 

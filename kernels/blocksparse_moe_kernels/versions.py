@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
+GLUON = ((3, 6), (3, 7))
+"""Releases of Triton whose Gluon, an experimental part that may change, compiles our kernel: by 3.6 a prototype ran on an H200,
+by 3.7 it was only compiled, to the same copies, products and barriers in the main loop."""
+
 
 def require(distribution: str, minimum: str, purpose: str) -> None:
     """Refuse a missing or too old package now, not in the middle of a run.
@@ -34,3 +38,8 @@ def release(version: str) -> tuple[int, ...]:
     if digits is None:
         raise ValueError(f"versions: expected a version such as 3.6.0; got {version!r}")
     return tuple(int(part) for part in re.sub(r"(\.0+)+$", "", digits[0]).split("."))
+
+
+def gluon_is_known() -> bool:
+    """Whether the installed Triton is one of `GLUON`."""
+    return release(metadata.version("triton"))[:2] in GLUON

@@ -9,7 +9,9 @@ the row dimension to wherever the last row of a tile lies. The trick is that of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -19,15 +21,35 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..launch import StackedWeight
 
 _HOST_END = 2**30
-_END = tl.constexpr(_HOST_END)
+END = tl.constexpr(_HOST_END)
 _UNBOUNDED = 2**31 - 2**16
 
 
-class Descriptor(TensorDescriptor):
-    """Of a tensor that `describable` has passed: Triton would check it again, at each launch."""
+class Described:
+    """A descriptor of a tensor that `describable` has passed: Triton would check it again, at each launch.
+
+    Attributes:
+        layout: how a tile lies in shared memory, where a kernel is compiled for that.
+    """
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: Sequence[int]
+    layout: Any = None
 
     def __post_init__(self) -> None:
         pass
+
+    @property
+    def form(self) -> tuple:
+        """All but the tensor, as the class takes it behind a tensor."""
+        layouts = () if self.layout is None else (self.layout,)
+        return self.shape, self.strides, self.block_shape, *layouts
+
+
+class Descriptor(Described, TensorDescriptor):
+    """A descriptor as Triton takes it."""
 
 
 def describable(tensor: Tensor) -> bool:
@@ -49,7 +71,7 @@ def _lies_describably(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     )
 
 
-def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
+def describe(tensor: Tensor, *block: int) -> Descriptor:
     """Tiles of a tensor, not clipped but at its own edges."""
     return Descriptor(tensor, tensor.shape, tensor.stride(), block)
 
@@ -62,7 +84,7 @@ def weight_form(weight: StackedWeight) -> Tensor | None:
     return next((form for form in forms if describable(form)), None)
 
 
-def describe_weight(form: Tensor, weight: StackedWeight, block_n: int, block_h: int) -> TensorDescriptor:
+def describe_weight(form: Tensor, weight: StackedWeight, block_n: int, block_h: int) -> Descriptor:
     """Tiles of block_n columns of every half x block_h of the hidden size, of one expert; the dense axis last."""
     block = (block_n, block_h) if form is weight.data else (block_h, block_n)
     return describe(form, 1, weight.halves, *block)
@@ -73,7 +95,7 @@ def rows_are_describable(values: Tensor | None, halves: int = 1) -> bool:
     return values is None or (values.ndim == 2 and values.shape[1] % (8 * halves) == 0 and describable(values))
 
 
-def describe_rows(values: Tensor | None, block_m: int, block_n: int, halves: int = 1) -> TensorDescriptor | None:
+def describe_rows(values: Tensor | None, block_m: int, block_n: int, halves: int = 1) -> Descriptor | None:
     """Tiles of block_m x block_n of one half of values [M, halves * N]; `load_rows` and `store_rows` clip their rows."""
     if values is None:
         return None
@@ -107,7 +129,7 @@ def store_weight_tile(descriptor, expert, column, k, tile, DENSE_HIDDEN: tl.cons
 @triton.jit
 def load_rows(descriptor, first_row, length, half, column):
     """[BLOCK_M, BLOCK_N] of `length` rows from first_row on; zeros behind them."""
-    tile = descriptor.load([_END, first_row + length, _END - length, half, column])
+    tile = descriptor.load([END, first_row + length, END - length, half, column])
     return tl.reshape(tile, (tile.shape[2], tile.shape[4]))
 
 
@@ -115,4 +137,4 @@ def load_rows(descriptor, first_row, length, half, column):
 def store_rows(descriptor, first_row, length, half, column, tile):
     """Write `length` rows of the tile from first_row on, in the dtype of the target."""
     tile = tl.reshape(tile.to(descriptor.dtype), (1, 1, tile.shape[0], 1, tile.shape[1]))
-    descriptor.store([_END, first_row + length, _END - length, half, column], tile)
+    descriptor.store([END, first_row + length, END - length, half, column], tile)

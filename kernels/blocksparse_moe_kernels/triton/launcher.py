@@ -98,5 +98,5 @@ def compiled_for(args: tuple) -> list:
         elif arg is None:
             forms.append(None)
         else:
-            forms += (arg.base.dtype, *arg.block_shape)
+            forms += (arg.base.dtype, *arg.block_shape, arg.layout)
     return forms

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..launch import on_device
-from .descriptors import Descriptor
+from .descriptors import Described
 from .launcher import Launch, are_recorded, recorded_launches
 from .tiles import fp32_precision
 
@@ -105,7 +105,7 @@ class _Step:
         run: launches, given the arguments of the kernel.
         arguments: of the kernel; None where a tensor goes.
         tensors: (place among the arguments, number of the tensor).
-        descriptors: (place, number, the rest of a descriptor of that tensor).
+        descriptors: (place, number, class and form of a descriptor of that tensor).
         wanted: numbers of new tensors that it is the first to use.
         done: numbers of new tensors that it is the last to use.
     """
@@ -113,7 +113,7 @@ class _Step:
     run: Callable
     arguments: list[Any]
     tensors: list[tuple[int, int]]
-    descriptors: list[tuple[int, int, tuple]]
+    descriptors: list[tuple[int, int, Callable[..., Described], tuple]]
     wanted: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
 
@@ -124,9 +124,9 @@ class _Step:
         for place, argument in enumerate(launch.arguments):
             if isinstance(argument, Tensor):
                 step.tensors.append((place, addresses[argument.data_ptr()]))
-            elif isinstance(argument, Descriptor):
-                rest = (argument.shape, argument.strides, argument.block_shape)
-                step.descriptors.append((place, addresses[argument.base.data_ptr()], rest))
+            elif isinstance(argument, Described):
+                number = addresses[argument.base.data_ptr()]
+                step.descriptors.append((place, number, type(argument), argument.form))
             else:
                 continue
             step.arguments[place] = None
@@ -134,14 +134,14 @@ class _Step:
 
     @property
     def used(self) -> set[int]:
-        return {number for _, number in self.tensors} | {number for _, number, _ in self.descriptors}
+        return {number for _, number in self.tensors} | {number for _, number, *_ in self.descriptors}
 
     def launch(self, tensors: Mapping[int, Any]) -> None:
         arguments = [*self.arguments]
         for place, number in self.tensors:
             arguments[place] = tensors[number]
-        for place, number, rest in self.descriptors:
-            arguments[place] = Descriptor(tensors[number], *rest)
+        for place, number, kind, form in self.descriptors:
+            arguments[place] = kind(tensors[number], *form)
         self.run(*arguments)
 
 

@@ -9,6 +9,8 @@ the down-projection in place of w it is the gradient of the hidden activation. S
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,10 +29,12 @@ from ..launch import (
 )
 from ..reference import Order
 from ..topology import Topology
+from ..versions import gluon_is_known
 from .activation_functions import activation_value, constants
 from .descriptors import describe_rows, describe_weight, load_weight_tile, rows_are_describable, store_rows, weight_form
 from .launcher import launch
 from .tiles import (
+    INTERPRETED,
     along,
     dot,
     fp32_precision,
@@ -42,6 +46,9 @@ from .tiles import (
     weight_block,
     wrapped,
 )
+
+_gluon = import_module(".sdd_gluon", __package__) if gluon_is_known() and not INTERPRETED else None
+"""The kernel in Gluon; None where it cannot be used."""
 
 
 @triton.jit
@@ -278,6 +285,9 @@ def _launch(
     config = config or row_product_config(
         topology.num_slots, topology.num_experts, width, x.dtype, x.device, tma=form is not None
     )
+    if _gluon is not None and _gluon.applies(x, weight, form, bias, activation, config):
+        _gluon.launch_gated(x, weight, topology, activation, pre, act)
+        return
     block_n = max(16, config.block_n // weight.halves)
     stored_n = block_n // 2 if activation is not None and activation.interleaved else block_n
     schedule = topology.schedule(config.block_m)

@@ -1,0 +1,365 @@
+"""The kernel in Gluon is used where it can be, and computes what the kernel in whose place it runs does, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", minversion="3.6")
+
+from blocksparse_moe import expert_mlp
+from blocksparse_moe_kernels import Topology, get_activation, versions
+from blocksparse_moe_kernels.config import architecture_of, row_product_tile
+from blocksparse_moe_kernels.launch import stack_activated
+from blocksparse_moe_kernels.triton import replay, sdd
+from blocksparse_moe_kernels.triton.descriptors import weight_form
+from tests.support import DEVICE, HAS_CUDA
+
+if not versions.gluon_is_known():
+    pytest.skip("Gluon of this Triton is not known", allow_module_level=True)
+
+from blocksparse_moe_kernels.triton import sdd_gluon
+from blocksparse_moe_kernels.triton.sdd_gluon import TILE
+
+CLAMPED = "swiglu(alpha=1.702, gate_limit=7, up_limit=7, up_offset=1)"
+
+
+def test_it_stands_in_for_a_tile_of_the_table():
+    assert row_product_tile(128, torch.bfloat16, 90, tma=True) == TILE
+
+
+# ---------------------------------------------------------------- where it is used
+
+E, F, H = 2, 16, 256
+
+
+def applies(x=None, w=None, bias=None, activation="swiglu", config=TILE) -> bool:
+    """Of operands on a CPU, which counts as sm_90."""
+    x = torch.empty(4, H, dtype=torch.bfloat16) if x is None else x
+    w = torch.empty(E, 2 * F, x.shape[1], dtype=x.dtype) if w is None else w
+    topology = Topology.from_ids(torch.zeros(x.shape[0], 1, dtype=torch.int64), E)
+    chosen = get_activation(activation)
+    weight, _ = stack_activated("sdd", w, topology, None, chosen)
+    return sdd_gluon.applies(x, weight, weight_form(weight), bias, chosen, config)
+
+
+def half(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+GIVEN = {
+    "nothing special": {},
+    "fp16": {"x": half(4, H).half()},
+    "limits": {"activation": CLAMPED},
+    "halves apart": {"w": half(E, F, 2, H).transpose(1, 2)},
+    "an odd number of 8 columns": {"w": half(E, 2 * 24, H)},
+    "padded weights": {"w": half(E, 2 * F, H + 8)[..., :H]},
+    "rows of x that lie apart": {"x": half(4, 2 * H + 8)[:, 8 : H + 8]},
+}
+EXCLUDED = {
+    "a bias": {"bias": half(E, 2 * F)},
+    "no gate": {"activation": "gelu"},
+    "interleaved": {"activation": "swiglu(interleaved)"},
+    "another tile": {"config": replace(TILE, block_m=64)},
+    "pointers": {"config": replace(TILE, tma=False)},
+    "transposed weights": {"w": half(E, H, 2 * F).transpose(1, 2)},
+    "weights without a dense axis": {"w": half(E, 2 * F, H, 2)[..., 0]},
+    "fp32": {"x": half(4, H).float()},
+    "no whole steps": {"x": half(4, H + 8)},
+    "fewer steps than slots": {"x": half(4, H - 64)},
+    "x transposed": {"x": half(H, 4).T},
+    "rows of x at odd addresses": {"x": half(4, H + 4)[:, :H]},
+    "x at an odd address": {"x": half(4 * H + 1)[1:].view(4, H)},
+    "offsets of more than 32 bits": {"x": torch.empty_strided((4, H), (2**29, 1), dtype=torch.bfloat16, device="meta")},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_it_applies(given):
+    assert applies(**given)
+
+
+@pytest.mark.parametrize("given", EXCLUDED.values(), ids=EXCLUDED)
+def test_it_does_not_apply(given):
+    assert not applies(**given)
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 100, 120])
+def test_only_hopper_has_it(architecture, monkeypatch):
+    monkeypatch.setattr(sdd_gluon, "architecture_of", lambda device: architecture)
+    assert not applies()
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.6.0", True), ("3.6.1+git1", True), ("3.7.1", True), ("3.8.0", False), ("4.6.0", False)]
+)
+def test_only_known_releases_have_it(version, known, monkeypatch):
+    monkeypatch.setattr(versions.metadata, "version", lambda distribution: version)
+    assert versions.gluon_is_known() == known
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="kernels are compiled where there is a GPU")
+def test_the_interpreter_has_it_not():
+    assert sdd._gluon is None
+
+
+# ---------------------------------------------------------------- its barriers
+
+
+class Barrier:
+    """An mbarrier: it completes a phase when all arrivals and all bytes that were announced have come."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.missing = count
+        self.bytes = self.phase = 0
+
+    def arrive(self, expected: int = 0, came: int = 0) -> None:
+        self.missing -= not came
+        self.bytes += expected - came
+        assert self.missing >= 0
+        if self.missing == self.bytes == 0:
+            self.phase, self.missing = self.phase + 1, self.count
+
+    def has_completed(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+def run_schedule(seed: int, steps: int, tiles: int, fault: str = "") -> None:
+    """The rings of a program under a random schedule. A wgmma and a copy end when the schedule says so.
+
+    AssertionError: a step is multiplied with data of another one, data is overwritten while it is read, or nobody goes on.
+    """
+    X, W = sdd_gluon.X_SLOTS.value, sdd_gluon.W_SLOTS.value
+    lead, chance = sdd_gluon.LEAD.value, random.Random(seed)
+    full, empty = [Barrier(1) for _ in range(W)], [Barrier(2) for _ in range(W)]
+    weight, rows = [None] * W, [[None] * X, [None] * X]
+    multiplying: list[list] = [[], []]  # of each consumer, oldest first: (slot of the weight, slot of x)
+    copying: list[list] = [[], []]  # slots of x and steps, in turn
+    loading: list = []
+
+    def producer():
+        for number in range(tiles * steps):
+            slot, phase = number % W, number // W % 2
+            while not empty[slot].has_completed(phase ^ 1):
+                yield
+            assert all(slot != read for group in multiplying for read, _ in group), "weight overwritten"
+            full[slot].arrive(expected=1)
+            weight[slot] = None
+            loading.append((slot, number))
+            yield
+
+    def copy(group: int, number: int) -> None:
+        slot = number % X
+        assert all(slot != read for _, read in multiplying[group]), "rows overwritten"
+        rows[group][slot] = None
+        copying[group].append((slot, number))
+
+    def consumer(group: int):
+        for number in range(lead):
+            copy(group, number)
+        for number in range(tiles * steps):
+            slot, phase = number % W, number // W % 2
+            while len(copying[group]) > lead - 1 + (fault == "copies waited for too late"):
+                yield
+            while not full[slot].has_completed(phase):
+                yield
+            assert weight[slot] == rows[group][number % X] == number, "another step"
+            multiplying[group].append((slot, number % X))
+            yield
+            while len(multiplying[group]) > 1 and fault != "slots freed too early":
+                yield
+            if number % steps:
+                empty[(slot - 1) % W].arrive()
+            copy(group, number + lead)
+            yield
+            if number % steps == steps - 1:
+                while multiplying[group]:
+                    yield
+                empty[slot].arrive()
+
+    running, idle = {0: consumer(0), 1: consumer(1), 2: producer()}, 0
+    favourite = chance.randrange(3)
+    while running:
+        event, group = chance.random(), chance.randrange(2)
+        if event < 0.15 and loading:
+            slot, number = loading.pop(chance.randrange(len(loading)))
+            weight[slot] = number
+            full[slot].arrive(came=1)
+        elif event < 0.3 and copying[group]:
+            slot, number = copying[group].pop(0)
+            rows[group][slot] = number
+        elif event < 0.45 and multiplying[group]:
+            multiplying[group].pop(0)
+        else:
+            name = favourite if favourite in running and chance.random() < 0.5 else chance.choice(list(running))
+            if next(running[name], running) is running:
+                del running[name]
+            idle += 1
+            assert idle < 400 * tiles * steps, "nobody goes on"
+
+
+def test_rings_under_random_schedules():
+    fewest = sdd_gluon.LEAD.value
+    for seed in range(60):
+        run_schedule(seed, steps=fewest + seed % 4, tiles=1 + seed % 3)
+
+
+@pytest.mark.parametrize("fault", ["copies waited for too late", "slots freed too early"])
+def test_the_model_sees_a_fault(fault):
+    with pytest.raises(AssertionError):
+        for seed in range(60):
+            run_schedule(seed, steps=8, tiles=3, fault=fault)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+needs_hopper = pytest.mark.skipif(HAS_CUDA and architecture_of(DEVICE) != 90, reason="the kernel in Gluon is for sm_90")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """One entry for each launch of the kernel."""
+    seen, real = [], sdd_gluon.launch_gated
+    monkeypatch.setattr(sdd_gluon, "launch_gated", lambda *args: seen.append(args) or real(*args))
+    return seen
+
+
+ROUTINGS = {
+    "uneven": lambda T, E, K: (torch.rand(T, K, device=DEVICE) ** 2 * (E + 1)).long(),  # E itself is none
+    "every other expert": lambda T, E, K: torch.randint(0, E // 2, (T, K), device=DEVICE) * 2,
+    "all rows to one expert": lambda T, E, K: torch.full((T, K), E - 1, device=DEVICE),
+    "nothing is kept": lambda T, E, K: torch.full((T, K), -1, device=DEVICE),
+}
+SIZES = {  # T, H, F, E, K
+    "multiples of all tiles": (4096, 2048, 768, 16, 4),
+    "of 16 bytes only": (4001, 320, 776, 16, 4),
+    "fewer tiles than programs": (96, 256, 136, 4, 2),
+    "narrow": (1000, 1024, 8, 8, 2),
+}
+
+
+def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+
+
+def both(launched, monkeypatch, x, w, topology, activation, save_pre) -> tuple[list[Tensor], list[Tensor]]:
+    """Results of this kernel and of the one in whose place it runs; rows that do not exist are not written."""
+
+    def run() -> list[Tensor]:
+        results = sdd.sdd_activation(x, w, topology, get_activation(activation), save_pre=save_pre, config=TILE)
+        kept = int(topology.num_rows)
+        assert all(result.values[kept:].isnan().all() for result in results if result is not None)
+        return [result.values[:kept] for result in results if result is not None]
+
+    launched.clear()
+    ours = run()
+    assert len(launched) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sdd, "_gluon", None)
+        plain = run()
+    assert len(launched) == 1
+    return ours, plain
+
+
+def assert_same(ours: list[Tensor], plain: list[Tensor]) -> None:
+    assert len(ours) == len(plain)
+    for some, others in zip(ours, plain, strict=True):
+        assert not some.isnan().any()
+        assert torch.equal(some, others)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("save_pre", [True, False])
+def test_the_same_bits(routing, sizes, save_pre, launched, monkeypatch, fresh_memory):
+    T, H, F, E, K = SIZES[sizes]
+    topology = Topology.from_ids(ROUTINGS[routing](T, E, K), E)
+    x, w = randn(T, H, dtype=torch.bfloat16), randn(E, 2 * F, H, dtype=torch.bfloat16, scale=H**-0.5)
+    assert_same(*both(launched, monkeypatch, x, w, topology, "swiglu", save_pre))
+    fresh_memory.check_guards()
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh", "reglu", "relu2_glu", CLAMPED])
+def test_activations(activation, dtype, launched, monkeypatch, fresh_memory):
+    T, H, F, E, K = SIZES["of 16 bytes only"]
+    topology = Topology.from_ids(ROUTINGS["uneven"](T, E, K), E)
+    x, w = randn(T, H, dtype=dtype, scale=3), randn(E, 2 * F, H, dtype=dtype, scale=H**-0.5)
+    for save_pre in (True, False):
+        assert_same(*both(launched, monkeypatch, x, w, topology, activation, save_pre))
+    fresh_memory.check_guards()
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_layouts(launched, monkeypatch, fresh_memory):
+    """Halves that lie apart, weights and tokens that are views of larger ones, what lies between them NaN."""
+    T, H, F, E, K = SIZES["of 16 bytes only"]
+    topology = Topology.from_ids(ROUTINGS["uneven"](T, E, K), E)
+
+    def inside(values: Tensor) -> Tensor:
+        *others, last = values.shape
+        wide = torch.full((*others, last + 24), torch.nan, device=DEVICE, dtype=values.dtype)
+        wide[..., 8 : last + 8] = values
+        return wide[..., 8 : last + 8]
+
+    x, w = randn(T, H, dtype=torch.bfloat16), randn(E, 2, F, H, dtype=torch.bfloat16, scale=H**-0.5)
+    expected, _ = both(launched, monkeypatch, x, w, topology, "swiglu", True)
+    for weight in (w.flatten(1, 2), w.transpose(1, 2).contiguous().transpose(1, 2), inside(w)):
+        for tokens in (x, inside(x)):
+            ours, plain = both(launched, monkeypatch, tokens, weight, topology, "swiglu", True)
+            assert_same(ours, plain)
+            assert_same(ours, expected)
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+def test_30_runs(sizes, launched, fresh_memory):
+    T, H, F, E, K = SIZES[sizes]
+    topology = Topology.from_ids(ROUTINGS["uneven"](T, E, K), E)
+    x, w = randn(T, H, dtype=torch.bfloat16), randn(E, 2 * F, H, dtype=torch.bfloat16, scale=H**-0.5)
+    kept, results = int(topology.num_rows), []
+    for _ in range(30):
+        pre, act = sdd.sdd_activation(x, w, topology, get_activation("swiglu"), config=TILE)
+        results.append((pre.values[:kept], act.values[:kept]))
+        fresh_memory.buffers.clear()
+        assert_same(list(results[-1]), list(results[0]))
+    assert len(launched) == 30
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_replayed_and_in_a_graph(launched, monkeypatch):
+    """The layer takes it by itself; later calls of the form launch it on their own tensors."""
+    T, H, F, E, K = SIZES["multiples of all tiles"]
+    up, down = randn(E, 2 * F, H, dtype=torch.bfloat16, scale=H**-0.5), randn(E, H, F, dtype=torch.bfloat16, scale=F**-0.5)
+    topology = Topology.from_ids(ROUTINGS["uneven"](T, E, K), E)
+
+    def layer(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return expert_mlp(x, topology, up, down)
+
+    tokens = [randn(T, H, dtype=torch.bfloat16) for _ in range(3)]
+    outputs = [layer(x) for x in tokens]
+    assert len(launched) == 1
+    graph, given = torch.cuda.CUDAGraph(), tokens[0].clone()
+    with torch.cuda.graph(graph):
+        captured = layer(given)
+    replay._recordings.clear()
+    monkeypatch.setattr(sdd, "_gluon", None)
+    for x, y in zip(tokens, outputs, strict=True):
+        given.copy_(x)
+        graph.replay()
+        replay._recordings.clear()
+        assert torch.equal(y, layer(x)) and torch.equal(y, captured)
+    assert len(launched) == 1
