@@ -73,6 +73,14 @@ def test_many_rows_and_sizes_that_are_no_powers_of_two(backend):
 
 
 @each_backend
+@pytest.mark.parametrize("steps", [2, 5, 60])
+def test_logits_that_differ_in_the_last_bit_are_told_apart(backend, steps):
+    logits = 1 + torch.randint(0, steps, (30, 64), device=DEVICE) * torch.finfo(torch.float32).eps
+    _, ids = choose_experts(logits, None, RouterConfig(5), backend)
+    assert torch.equal(ids, logits.sort(dim=1, descending=True, stable=True).indices[:, :5])
+
+
+@each_backend
 def test_both_zeros_are_equal(backend):
     ids, _ = chosen(backend, [[-0.0, 0.0, -0.0, 0.0]], top_k=3)
     assert ids == [[0, 1, 2]]

@@ -6,6 +6,8 @@ a copy of the hidden states and the tensor cores.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,14 @@ from .define import define_op, differentiate
 
 
 def _run(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(x, weight.T, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().T
+    if not x.is_cuda:
+        return x.float() @ weight.float().mT
+    multiply = torch.mm if x.ndim == 2 else torch.bmm
+    return multiply(x, weight.mT, out_dtype=torch.float32)
 
 
 def _fake(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+    return x.new_empty(*x.shape[:-1], weight.shape[-2], dtype=torch.float32)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -40,8 +45,14 @@ def _backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         grad_x = parts @ torch.cat((weight, weight))
     if ctx.needs_input_grad[1]:
-        grad_weight = linear_fp32(parts.T, x.T).view(2, *weight.shape).sum(dim=0).to(x.dtype)
+        grad_weight = _sum_over_tokens(parts, x).view(-1, 2, *weight.shape).sum(dim=(0, 1)).to(x.dtype)
     return grad_x, grad_weight
+
+
+def _sum_over_tokens(parts: Tensor, x: Tensor) -> Tensor:
+    """[pieces, 2 E, H] fp32: parts^T x, a long sum for few results, over equal pieces of the tokens for more parallelism."""
+    pieces = math.gcd(len(x), 16)
+    return linear_fp32(parts.unflatten(0, (pieces, -1)).mT, x.unflatten(0, (pieces, -1)).mT)
 
 
 def _two_parts(grad: Tensor) -> Tensor:
@@ -54,6 +65,6 @@ def _two_parts(grad: Tensor) -> Tensor:
 
 
 linear_fp32 = define_op("linear_fp32", "Tensor x, Tensor weight", "Tensor", _run, _fake)
-"""x [T, H] weight [E, H]^T, both of one 16-bit dtype -> [T, E] fp32."""
+"""x [T, H] weight [E, H]^T, both of one 16-bit dtype -> [T, E] fp32; without gradients also of a batch of both."""
 
 differentiate("linear_fp32", _backward, _setup)

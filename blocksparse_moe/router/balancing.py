@@ -19,8 +19,8 @@ class BiasBalancer:
         balancer = BiasBalancer(model)
         optimizer.register_step_post_hook(lambda *_: balancer.step())
 
-    The load is that of all tokens that the routers saw in training since the last step, whatever the micro-batches and ranks;
-    what activation checkpointing computes once more is not counted again. Nothing waits for the device.
+    The load is that of all tokens that the routers saw in training mode since the last step, whatever the micro-batches and
+    ranks; what activation checkpointing computes once more is not counted again. Nothing waits for the device.
 
     Args:
         model: its `Router`s with `correction_bias` are balanced; others are left alone.
@@ -38,11 +38,12 @@ class BiasBalancer:
         number("BiasBalancer", "gamma", gamma, at_least=0)
         number("BiasBalancer", "ema", ema, at_least=0, below=1)
         self.gamma, self.ema, self.group = gamma, ema, group
-        modules = [module for module in model.modules() if isinstance(module, Router)]
-        self.routers = [router for router in modules if router.correction_bias is not None]
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.routers = [router for router in routers if router.correction_bias is not None]
         if not self.routers:
             raise ValueError(
-                "BiasBalancer: no Router of the model has a correction bias; use RouterConfig(correction_bias=True)."
+                f"BiasBalancer: none of the {len(routers)} routers of the model has a correction bias; use "
+                "RouterConfig(correction_bias=True)."
             )
         self._counts: list[Tensor | None] = [None] * len(self.routers)
         self._loads: list[Tensor | None] = [None] * len(self.routers)
@@ -52,7 +53,7 @@ class BiasBalancer:
         ]
 
     def _count(self, index: int, router: Router, routing: RouterOutput) -> None:
-        if router.training and torch.is_grad_enabled() and not is_recomputed():
+        if router.training and not is_recomputed():
             so_far, counts = self._counts[index], routing.tokens_per_expert
             self._counts[index] = counts if so_far is None else so_far + counts
 

@@ -5,6 +5,10 @@
 
 A program has a few whole rows. Numbers are compared as integers of the same order, so that a maximum over a warp is one
 instruction, and NaN has its place as well. The columns of a tile are the experts of each group, padded to a power of two.
+
+The K largest of a row are found one by one. First with their columns in the last bits in place of those of the number: then
+there are no ties, the next one is the largest below the last, and one maximum gives both number and column. Only where two of
+the K + 1 largest agree in all other bits are they looked for once more, by all of their bits.
 """
 
 from __future__ import annotations
@@ -36,6 +40,47 @@ def _best(keys, number):
 
 
 @triton.jit
+def _largest(keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """[ROWS, SLOTS]: columns of the TOP_K largest keys of each row, falling, of equal ones the lowest first."""
+    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
+    columns = tl.zeros((ROWS, SLOTS), tl.int32)
+    for k in tl.static_range(TOP_K):
+        best = _best(keys, column)
+        columns = tl.where(slot[None, :] == k, best[:, None], columns)
+        keys = tl.where(column[None, :] == best[:, None], _LEAST, keys)
+    return columns
+
+
+@triton.jit
+def _largest_if_clear(keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """The same, and 1 where that is so [ROWS]; else 0, where two of the TOP_K + 1 largest agree in all but the last bits."""
+    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
+    coded = ((keys ^ _LEAST) & -COLUMNS) | (COLUMNS - 1 - column)[None, :]
+    coded = coded.to(tl.uint32, bitcast=True)
+    best = tl.max(coded, 1)
+    picked = tl.where(slot[None, :] == 0, best[:, None], 0)
+    clear = tl.full((ROWS,), 1, tl.int32)
+    for k in tl.static_range(1, TOP_K + 1):
+        if k < COLUMNS:
+            before = best
+            # Modulo 2**32 what is picked comes to lie below all that is left.
+            best = before + tl.max(coded - before[:, None], 1)
+            clear = tl.where((best ^ before) < COLUMNS, 0, clear)
+            if k < TOP_K:
+                picked = tl.where(slot[None, :] == k, best[:, None], picked)
+    return COLUMNS - 1 - (picked.to(tl.int32, bitcast=True) & (COLUMNS - 1)), clear
+
+
+@triton.jit
+def _exp(x):
+    """exp(x) of x <= 0, with an error that does not grow with x: whole powers of two are taken out by log 2 in two parts."""
+    x = tl.where(x < -200.0, -200.0, x)  # NaN stays
+    whole = tl.floor(x * 1.4426950408889634 + 0.5)
+    rest = (x - whole * 0.693145751953125) - whole * 1.4286068203094172e-06
+    return tl.exp(rest) * tl.exp2(whole)
+
+
+@triton.jit
 def _log1p(x):
     """log(1 + x) for x in [0, 1], to all digits: the rounding of 1 + x is divided out again."""
     one_more = 1 + x
@@ -43,15 +88,21 @@ def _log1p(x):
 
 
 @triton.jit
+def _sigmoid(x):
+    part = _exp(-tl.abs(x))
+    return tl.where(x < 0, part, 1.0) / (1 + part)
+
+
+@triton.jit
 def _softplus(x):
-    return tl.maximum(x, 0.0) + _log1p(tl.exp(-tl.abs(x)))
+    return tl.maximum(x, 0.0) + _log1p(_exp(-tl.abs(x)))
 
 
 @triton.jit
 def _row_softmax(logits):
     """Of [ROWS, E]: exp(logits - largest) and its sum [ROWS], and the largest [ROWS]."""
     largest = tl.max(logits, 1)
-    exponentials = tl.exp(logits - largest[:, None])
+    exponentials = _exp(logits - largest[:, None])
     return exponentials, tl.sum(exponentials, 1), largest
 
 
@@ -62,7 +113,7 @@ def _score(logits, SCORE: tl.constexpr):
         exponentials, total, _ = _row_softmax(logits)
         return exponentials / total[:, None]
     elif SCORE == "sigmoid":
-        return tl.sigmoid(logits)
+        return _sigmoid(logits)
     else:
         return tl.sqrt(_softplus(logits))
 
@@ -73,7 +124,7 @@ def _log_score(logits, SCORE: tl.constexpr):
     if SCORE == "softmax":
         return logits
     elif SCORE == "sigmoid":
-        return tl.minimum(logits, 0.0) - _log1p(tl.exp(-tl.abs(logits)))
+        return tl.minimum(logits, 0.0) - _log1p(_exp(-tl.abs(logits)))
     else:
         small = logits < -15.0
         return tl.where(small, logits, tl.log(_softplus(tl.where(small, 0.0, logits)))) / 2
@@ -84,11 +135,11 @@ def _log_score_derivative(logits, SCORE: tl.constexpr):
     if SCORE == "softmax":
         return tl.full(logits.shape, 1.0, tl.float32)
     elif SCORE == "sigmoid":
-        return tl.sigmoid(-logits)
+        return _sigmoid(-logits)
     else:
         small = logits < -15.0
         inside = tl.where(small, 0.0, logits)
-        return tl.where(small, 0.5, tl.sigmoid(inside) / (2 * _softplus(inside)))
+        return tl.where(small, 0.5, _sigmoid(inside) / (2 * _softplus(inside)))
 
 
 @triton.jit
@@ -119,9 +170,9 @@ def _route_kernel(
     stride_t, stride_e, num_tokens, num_experts, num_groups,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     SCORE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """TOP_GROUPS is 0 where groups limit nothing."""
+    """TOP_GROUPS is 0 where groups limit nothing. PADDED: some columns of the tile are no experts."""
     column = tl.arange(0, GROUPS * SIZE)
     size = num_experts // num_groups
     expert = column // SIZE * size + column % SIZE
@@ -131,23 +182,23 @@ def _route_kernel(
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         here = row < num_tokens
         rows = Logits + row[:, None] * stride_t
-        logits = tl.load(
-            rows + expert[None, :].to(tl.int64) * stride_e, mask=here[:, None] & known[None, :], other=float("-inf")
-        )
+        mask = here[:, None] & known[None, :] if PADDED else here[:, None]
+        logits = tl.load(rows + expert[None, :].to(tl.int64) * stride_e, mask=mask, other=float("-inf"))
         values = logits
         if HAS_CORRECTION or (TOP_GROUPS > 0 and BEST_TWO):
             values = _score(logits, SCORE)
         if HAS_CORRECTION:
             values += tl.load(Correction + expert, mask=known, other=0.0)[None, :]
-        keys = tl.where(known[None, :], _key(values), _LEAST)
+        keys = _key(values)
+        if PADDED:
+            keys = tl.where(known[None, :], keys, _LEAST)
         if TOP_GROUPS > 0:
             kept = _in_best_groups(values, known, num_groups, ROWS, GROUPS, SIZE, TOP_GROUPS, BEST_TWO)
             keys = tl.where(kept, keys, _LEAST)
-        ids = tl.zeros((ROWS, SLOTS), tl.int32)
-        for k in tl.static_range(TOP_K):
-            best = _best(keys, expert)
-            ids = tl.where(slot[None, :] == k, best[:, None], ids)
-            keys = tl.where(expert[None, :] == best[:, None], _LEAST, keys)
+        columns, clear = _largest_if_clear(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
+        if tl.min(clear, 0) == 0:
+            columns = _largest(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
+        ids = columns // SIZE * size + columns % SIZE
 
         used = here[:, None] & (slot < TOP_K)[None, :]
         chosen = tl.load(rows + ids.to(tl.int64) * stride_e, mask=used, other=float("-inf"))
@@ -157,7 +208,7 @@ def _route_kernel(
             weights = exponentials / total[:, None]
         elif SCORE == "softmax":
             _, total, largest = _row_softmax(logits)
-            weights = tl.exp(chosen - largest[:, None]) / total[:, None]
+            weights = _exp(chosen - largest[:, None]) / total[:, None]
         else:
             weights = _score(chosen, SCORE)
         places = row[:, None] * TOP_K + slot[None, :]
@@ -247,7 +298,8 @@ def route(
         logits, correction_bias, weights, ids, *logits.stride(), T, E, num_groups,
         ROWS=rows, GROUPS=groups, SIZE=size, TOP_K=top_k, SLOTS=next_power_of_2(top_k),
         SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, HAS_CORRECTION=correction_bias is not None,
-        TOP_GROUPS=top_groups if limited else 0, BEST_TWO=group_score == "best_two" and num_groups < E, num_warps=warps,
+        TOP_GROUPS=top_groups if limited else 0, BEST_TWO=group_score == "best_two" and num_groups < E,
+        PADDED=groups * size != E, num_warps=warps,
     )  # fmt: skip
     return weights, ids
 

@@ -1,0 +1,47 @@
+"""One rank of `test_router_losses.py`: what balances, over two processes, of halves of one batch.
+
+    torchrun --nproc-per-node 2 -m tests.balance_ranks FOLDER
+
+FOLDER/inputs.pt holds the batch and the router's state; FOLDER/RANK.pt gets what was found.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blocksparse_moe import Router, RouterConfig
+from blocksparse_moe.router import BiasBalancer, GlobalLoad, load_balancing_loss
+
+
+def router(state: dict[str, Tensor]) -> Router:
+    num_experts, hidden_size = state["weight"].shape
+    made = Router(hidden_size, num_experts, RouterConfig(2, score="sigmoid", correction_bias=True))
+    made.load_state_dict(state)
+    return made
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    inputs = torch.load(folder / "inputs.pt")
+    layer, rank = router(inputs["state"]), dist.get_rank()
+    balancer, load, losses = BiasBalancer(layer, gamma=0.01), GlobalLoad(), []
+    for x in inputs["x"].chunk(2)[rank].chunk(inputs["micro_batches"]):
+        routing = layer(x)
+        losses.append(load_balancing_loss(routing, load=load.add(routing.tokens_per_expert)))
+        (losses[-1] / inputs["micro_batches"]).backward()
+    dist.all_reduce(layer.weight.grad)
+    balancer.step()
+    found = {"grad": layer.weight.grad / 2, "losses": torch.stack(losses).detach(), "bias": layer.correction_bias}
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

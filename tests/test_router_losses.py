@@ -1,0 +1,343 @@
+"""What keeps experts equally busy: losses of padded, split and spread batches, and correction biases that move."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blocksparse_moe import MoEConfig, Router, RouterConfig, RouterOutput, dMoE
+from blocksparse_moe.router import BiasBalancer, GlobalLoad, importance_loss, load_balancing_loss, load_loss, z_loss
+from blocksparse_moe_kernels import reference
+
+from .router_support import given_logits
+from .support import DEVICE, HAS_CUDA
+
+ROOT = Path(__file__).parents[1]
+
+
+def routed(logits: Tensor, top_k: int = 1, **options) -> RouterOutput:
+    router, x = given_logits(logits, top_k, normalize=options.pop("normalize", False))
+    router.config = RouterConfig(top_k, normalize=False, **options)
+    return router(x)
+
+
+def one_expert_each(experts: list[int], num_experts: int = 4) -> Tensor:
+    return 10 * nn.functional.one_hot(torch.tensor(experts), num_experts).float()
+
+
+# -------------------------------------------------------------------- the loss of a batch
+
+
+@pytest.mark.case("N1")
+def test_scale():
+    balanced, collapsed = one_expert_each([0, 1, 2, 3] * 2), one_expert_each([0] * 8)
+    assert load_balancing_loss(routed(balanced)).item() == pytest.approx(1)
+    assert load_balancing_loss(routed(collapsed)).item() == pytest.approx(4, rel=1e-3)
+    uniform = routed(torch.zeros(8, 4), top_k=2)
+    assert load_balancing_loss(uniform).item() == pytest.approx(1)
+    assert load_balancing_loss(uniform, transformers_scale=True).item() == pytest.approx(2)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_the_scale_of_transformers(top_k):
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    logits, mask = torch.randn(24, 6), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 5:] = 0
+    routing = routed(logits, top_k)
+    for attended in (None, mask):
+        expected = mixtral.load_balancing_loss_func((logits,), 6, top_k, attended)
+        flat = None if attended is None else attended.to(DEVICE)
+        ours = load_balancing_loss(routing, mask=flat, transformers_scale=True)
+        torch.testing.assert_close(ours.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.case("N2")
+def test_layers_that_lean_to_opposite_sides_do_not_cancel():
+    layers = [routed(one_expert_each([expert] * 8)) for expert in (0, 1)]
+    assert torch.stack([load_balancing_loss(layer) for layer in layers]).mean().item() == pytest.approx(4, rel=1e-3)
+
+
+@pytest.mark.case("N3")
+def test_padding_does_not_count():
+    logits = one_expert_each([0, 1, 2, 3, 0, 0, 0, 0])
+    mask = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0], device=DEVICE)
+    assert load_balancing_loss(routed(logits), mask=mask).item() == pytest.approx(1)
+    assert load_balancing_loss(routed(logits)).item() == pytest.approx(1.75, rel=1e-3)
+
+
+@given(data=st.data())
+def test_padding_is_as_if_it_were_not_there(data):
+    T, E = data.draw(st.integers(1, 12)), data.draw(st.integers(2, 6))
+    top_k = data.draw(st.integers(1, E - 1))
+    logits = torch.randn(T, E)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=T, max_size=T)))
+    options = dict(score=data.draw(st.sampled_from(["softmax", "sigmoid"])))
+    full, real = routed(logits, top_k, **options), routed(logits[mask], top_k, **options)
+    full.logits[~mask.to(DEVICE)].sum()
+    for loss in (load_balancing_loss, z_loss, importance_loss):
+        torch.testing.assert_close(loss(full, mask=mask.to(DEVICE)), loss(real), rtol=1e-5, atol=1e-6)
+
+
+def test_padding_that_is_not_finite_harms_nothing():
+    logits = torch.randn(6, 4)
+    logits[4:] = torch.nan
+    mask = torch.arange(6, device=DEVICE) < 4
+    routing = routed(logits, 2)
+    for loss in (load_balancing_loss, z_loss, importance_loss):
+        assert loss(routing, mask=mask).isfinite()
+
+
+@pytest.mark.case("N6")
+def test_a_sigmoid_router_cannot_escape_by_small_scores():
+    routing = routed(torch.full((8, 4), -50.65), score="sigmoid")  # scores of 1e-22
+    torch.testing.assert_close(routing.probabilities.sum(dim=1), torch.ones(8, device=DEVICE))
+    assert load_balancing_loss(routing).item() == pytest.approx(1)
+
+
+@pytest.mark.case("N7")
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+def test_sequences(sequences):
+    """The mean over sequences of each one's own loss, of scores that are normalised as the router's are."""
+    logits = torch.randn(20, 6) * 2
+    routing = routed(logits, 2, score="sigmoid")
+    scores = routing.logits.double().sigmoid()
+    scores = scores / scores.sum(dim=1, keepdim=True)
+    parts = zip(scores.chunk(sequences), routing.expert_ids.chunk(sequences), strict=True)
+    expected = torch.stack([reference.load_balancing_loss(part, ids) for part, ids in parts]).mean()
+    ours = load_balancing_loss(routing, sequences=sequences)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_sequences_of_padding_alone_do_not_count():
+    logits, mask = torch.randn(12, 4), torch.ones(12, dtype=torch.bool, device=DEVICE)
+    mask[4:8] = False
+    padded = load_balancing_loss(routed(logits, 2), sequences=3, mask=mask)
+    torch.testing.assert_close(padded, load_balancing_loss(routed(torch.cat((logits[:4], logits[8:])), 2), sequences=2))
+
+
+def test_no_tokens():
+    routing = routed(torch.empty(0, 4), 2)
+    for loss in (load_balancing_loss, z_loss, importance_loss):
+        value = loss(routing)
+        assert value.item() == 0
+        value.backward(retain_graph=True)
+
+
+def test_gradients_are_finite_at_a_router_of_zeros():
+    router = Router(8, 4, RouterConfig(2, normalize=False), device=DEVICE, init_std=0.0)
+    routing = router(torch.randn(10, 8, device=DEVICE))
+    (load_balancing_loss(routing) + z_loss(routing) + importance_loss(routing)).backward()
+    assert router.weight.grad.isfinite().all() and router.weight.grad.any()
+
+
+def test_what_is_refused():
+    routing = routed(torch.randn(9, 4), 2)
+    with pytest.raises(ValueError, match="9 tokens do not make 2 sequences"):
+        load_balancing_loss(routing, sequences=2)
+    with pytest.raises(ValueError, match=r"mask must have an element for each of the 9 tokens; got \[8\]"):
+        z_loss(routing, mask=torch.ones(8))
+    with pytest.raises(ValueError, match=r"load must be \[4\], and goes with sequences=1"):
+        load_balancing_loss(routing, load=torch.ones(5))
+    with pytest.raises(ValueError, match="the router drew no noise"):
+        load_loss(routing)
+
+
+# -------------------------------------------------------------------- Shazeer's losses
+
+
+def test_importance():
+    assert importance_loss(routed(one_expert_each([0, 1, 2, 3]))).item() == pytest.approx(0, abs=1e-6)
+    assert importance_loss(routed(one_expert_each([2] * 5))).item() == pytest.approx(3)
+    routing = routed(torch.randn(20, 5), 2)
+    spread = torch.zeros(20, 5, device=DEVICE).scatter(1, routing.expert_ids, routing.weights).double().sum(dim=0)
+    torch.testing.assert_close(importance_loss(routing).double(), spread.var(correction=0) / spread.mean() ** 2)
+
+
+@pytest.mark.parametrize("options", [dict(noise=0.7), dict(learned_noise=True), dict(noise=0.4, learned_noise=True)], ids=str)
+def test_load_is_the_probability_of_being_chosen(options):
+    """Against drawing the noise of each expert anew, many times."""
+    E, top_k, draws = 5, 2, 40_000
+    router = Router(6, E, RouterConfig(top_k, **options), device=DEVICE, init_std=1.0)
+    routing = router(torch.randn(3, 6, device=DEVICE))
+    scale = routing.noise_scale.expand(3, E)
+    chance = torch.zeros(3, E, device=DEVICE)
+    for token in range(3):
+        for expert in range(E):
+            logits = routing.logits[token].repeat(draws, 1)
+            logits[:, expert] = routing.clean_logits[token, expert] + scale[token, expert] * torch.randn(draws, device=DEVICE)
+            chance[token, expert] = (logits.topk(top_k).indices == expert).any(dim=1).float().mean()
+    load = chance.sum(dim=0)
+    torch.testing.assert_close(load_loss(routing), load.var(correction=0) / load.mean() ** 2, rtol=0.05, atol=2e-3)
+    load_loss(routing).backward()
+    assert router.weight.grad.isfinite().all() and router.weight.grad.any()
+
+
+# -------------------------------------------------------------------- over micro-batches and ranks
+
+
+@pytest.mark.case("N5")
+def test_the_strength_does_not_depend_on_accumulation():
+    router, x = given_logits(torch.randn(12, 6), 2, normalize=True)
+
+    def grad(times: int) -> Tensor:
+        router.weight.grad, load = None, GlobalLoad()
+        for _ in range(times):
+            routing = router(x.detach())
+            (load_balancing_loss(routing, load=load.add(routing.tokens_per_expert)) / times).backward()
+        return router.weight.grad
+
+    torch.testing.assert_close(grad(4), grad(1))
+    torch.testing.assert_close(grad(1), torch.autograd.grad(load_balancing_loss(router(x)), router.weight)[0])
+
+
+def test_a_step_begins_anew():
+    load = GlobalLoad()
+    assert load.add(torch.tensor([1, 2])).tolist() == [1, 2]
+    assert load.add(torch.tensor([3, 0])).tolist() == [4, 2]
+    load.reset()
+    assert load.add(torch.tensor([0, 5])).tolist() == [0, 5]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Runs `balance_ranks`: (its inputs, what each rank found)."""
+
+    def run(micro_batches: int) -> tuple[dict, list[dict]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        router = Router(6, 4, RouterConfig(2, score="sigmoid", correction_bias=True), init_std=1.0)
+        inputs = {"x": torch.randn(16, 6), "state": router.state_dict(), "micro_batches": micro_batches}
+        torch.save(inputs, folder / "inputs.pt")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command += ["-m", "tests.balance_ranks", str(folder)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return inputs, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.case("N5")
+@pytest.mark.case("N9")
+@pytest.mark.case("N10")
+def test_two_ranks_are_as_one(two_ranks):
+    """Half of the tokens on each: averaged gradients, mean loss and moved biases are those of the whole batch."""
+    from .balance_ranks import router
+
+    inputs, found = two_ranks(micro_batches=1)
+    layer = router(inputs["state"])
+    balancer = BiasBalancer(layer, gamma=0.01)
+    loss = load_balancing_loss(layer(inputs["x"]))
+    loss.backward()
+    balancer.step()
+    assert layer.correction_bias.any()
+    for rank in found:
+        torch.testing.assert_close(rank["grad"], layer.weight.grad)
+        assert torch.equal(rank["bias"], layer.correction_bias)
+    torch.testing.assert_close(torch.cat([rank["losses"] for rank in found]).mean(), loss.detach())
+
+    _, found = two_ranks(micro_batches=4)
+    assert torch.equal(found[0]["bias"], found[1]["bias"]) and torch.equal(found[0]["grad"], found[1]["grad"])
+
+
+# -------------------------------------------------------------------- balance without a loss
+
+BALANCED = RouterConfig(2, score="sigmoid", correction_bias=True)
+
+
+def layers(*configs: RouterConfig) -> nn.Sequential:
+    return nn.Sequential(*(dMoE(MoEConfig(8, 12, 4, router=config, init_std=0.5), device=DEVICE) for config in configs))
+
+
+@pytest.mark.case("N10")
+def test_one_update_a_step_whatever_the_micro_batches():
+    model = layers(BALANCED, RouterConfig(2), BALANCED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    balancer = BiasBalancer(model, gamma=0.5)
+    optimizer.register_step_post_hook(lambda *_: balancer.step())
+    x, counts = torch.randn(4, 30, 8, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
+    for micro_batch in x:
+        first, routing = model[0](micro_batch, return_routing=True)
+        last, other_routing = model[2](model[1](first), return_routing=True)
+        last.sum().backward()
+        counts += torch.stack((routing.tokens_per_expert, other_routing.tokens_per_expert))
+    optimizer.step()
+    for layer, load in zip((model[0], model[2]), counts, strict=True):
+        assert torch.equal(layer.router.correction_bias, 0.5 * (load.mean() - load).sign())
+    before = [layer.router.correction_bias.clone() for layer in (model[0], model[2])]
+    optimizer.step()  # nothing was seen since
+    assert all(map(torch.equal, before, [model[0].router.correction_bias, model[2].router.correction_bias]))
+    assert "0.router.correction_bias" in model.state_dict() and "1.router.correction_bias" not in model.state_dict()
+
+
+@pytest.mark.case("N8")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_neither_validation_nor_recompute_counts(use_reentrant):
+    model, x = layers(BALANCED), torch.randn(30, 8, device=DEVICE, requires_grad=True)
+    balancer = BiasBalancer(model)
+    model.eval()
+    for _ in range(3):
+        model(x)
+    assert balancer._counts == [None]
+    model.train()
+    checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert balancer._counts[0].sum() == 60
+    balancer.remove()
+    model(x)
+    assert balancer._counts[0].sum() == 60
+
+
+def test_it_balances():
+    """A router that sends all tokens to two of eight experts at first sends them to all after a while."""
+    router = Router(16, 8, RouterConfig(2, score="sigmoid", correction_bias=True), device=DEVICE, init_std=0.1)
+    with torch.no_grad():
+        router.weight[:2] += 0.5
+    x = torch.randn(2000, 16, device=DEVICE) + 0.5
+    balancer = BiasBalancer(router, gamma=0.02)
+    before = router(x).tokens_per_expert
+    for _ in range(100):
+        router(x)
+        balancer.step()
+    after = router(x).tokens_per_expert
+    assert before.max() > 1500 and after.max() < 700 and after.min() > 300
+
+
+def test_the_average_of_the_load_outlives_a_step():
+    router = Router(4, 4, RouterConfig(1, normalize=False, correction_bias=True), device=DEVICE)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    balancer = BiasBalancer(router, gamma=1e-6, ema=0.75)
+    for counts in ([0, 0, 8, 0], [8, 0, 0, 0]):
+        router(torch.eye(4, device=DEVICE).repeat_interleave(torch.tensor(counts, device=DEVICE), dim=0))
+        balancer.step()
+    assert balancer._loads[0].tolist() == [2, 0, 6, 0]
+    assert (router.correction_bias * 1e6).round().tolist() == [1, 2, -2, 2]  # 2 is the mean: no move at the second step
+
+
+def test_a_model_without_correction_biases():
+    with pytest.raises(ValueError, match=r"none of the 2 routers of the model has a correction bias"):
+        BiasBalancer(layers(RouterConfig(2), RouterConfig(2)))
+    with pytest.raises(ValueError, match="ema must be at least 0 and below 1; got 1"):
+        BiasBalancer(layers(BALANCED), ema=1)
+
+
+@pytest.mark.slow
+def test_compiled():
+    model, x = layers(BALANCED), torch.randn(30, 8, device=DEVICE)
+    balancer = BiasBalancer(model, gamma=0.5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if not HAS_CUDA else "inductor")
+    for _ in range(2):
+        compiled(x).sum().backward()
+    assert balancer._counts[0].sum() == 120
+    balancer.step()
+    assert model[0].router.correction_bias.any()
