@@ -38,6 +38,9 @@ class MoEConfig:
         bias: biases of both projections.
         router: how tokens choose experts.
         init_std: standard deviation of the initial weights.
+        shared_ffn_hidden_size: F of an expert that every token goes to beside its K, the sum of the widths if there are several
+            (DeepSeekMoE, arXiv:2401.06066); 0 for none.
+        shared_gate: weigh it by the sigmoid of a gate of its own (Qwen2-MoE).
         recompute: keep only the layer's input for the backward pass of the experts, which computes their pre-activation
             [M, 2F] once more: less memory for one more up-projection.
     """
@@ -50,6 +53,8 @@ class MoEConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     init_std: float = 0.02
     recompute: bool = False
+    shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_experts"):
@@ -62,7 +67,12 @@ class MoEConfig:
         else:
             size = positive_integer("MoEConfig", "ffn_hidden_size", size)
         object.__setattr__(self, "ffn_hidden_size", size)
-        for name in ("bias", "recompute"):
+        if self.shared_ffn_hidden_size != 0:
+            shared = positive_integer("MoEConfig", "shared_ffn_hidden_size", self.shared_ffn_hidden_size)
+            object.__setattr__(self, "shared_ffn_hidden_size", shared)
+        elif self.shared_gate:
+            raise ValueError("MoEConfig: shared_gate needs a shared expert; give shared_ffn_hidden_size.")
+        for name in ("bias", "recompute", "shared_gate"):
             check_type("MoEConfig", name, getattr(self, name), bool, "Give True or False.")
         check_type("MoEConfig", "router", self.router, RouterConfig, "Give RouterConfig(top_k=...).")
         self.router.check("MoEConfig", self.num_experts)
@@ -122,11 +132,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            else:
-                nn.init.normal_(parameter, std=self.config.init_std)
+        _reset_projections(self, self.config.init_std)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -162,6 +168,63 @@ class Experts(nn.Module):
         )
 
 
+def _reset_projections(module: nn.Module, std: float) -> None:
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.normal_(parameter, std=std)
+
+
+class SharedExpert(nn.Module):
+    """The MLP that every token goes to: dense, with torch's own products.
+
+    Parameters: `gate_up_proj` [2F, H] or `up_proj` [F, H], `down_proj` [H, F], with `bias` those as well, and with
+    `shared_gate` `gate` [1, H].
+
+    Shape:
+        x [T, H] -> [T, H].
+    Source: DeepSeekMoE, arXiv:2401.06066; its gate: Qwen2, arXiv:2407.10671.
+    """
+
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
+    gate: nn.Parameter | None
+
+    def __init__(
+        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation = get_activation(config.activation)
+        F, H = config.shared_ffn_hidden_size, config.hidden_size
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        width = F * self.activation.halves
+        self.up_name = "gate_up_proj" if self.activation.halves == 2 else "up_proj"
+        self.register_parameter(self.up_name, parameter(width, H))
+        self.register_parameter("down_proj", parameter(H, F))
+        self.register_parameter(f"{self.up_name}_bias", parameter(width) if config.bias else None)
+        self.register_parameter("down_proj_bias", parameter(H) if config.bias else None)
+        self.register_parameter("gate", parameter(1, H) if config.shared_gate else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _reset_projections(self, self.config.init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.down_proj.dtype)
+        pre = nn.functional.linear(x, getattr(self, self.up_name), getattr(self, f"{self.up_name}_bias"))
+        y = nn.functional.linear(self.activation(pre), self.down_proj, self.down_proj_bias)
+        return y if self.gate is None else y * nn.functional.linear(x, self.gate).sigmoid()
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return f"H={config.hidden_size}, F={config.shared_ffn_hidden_size}, {config.activation}, gate={config.shared_gate}"
+
+
 class dMoE(nn.Module):
     """Dropless mixture-of-experts layer: every token reaches its K experts, whatever their load.
 
@@ -170,7 +233,8 @@ class dMoE(nn.Module):
         device, dtype: of the parameters.
         backend: "auto" chooses by device; "triton" or "torch" means exactly that, or an error that says why not.
     Shape:
-        x [..., H] -> [..., H], in the dtype of x, or autocast's. With `return_routing` also the `RouterOutput` of its tokens:
+        x [..., H] -> [..., H], in the dtype of x, or autocast's. `expert_ids` [T, K] takes the place of the router's choice:
+        see `Router`. With `return_routing` also the `RouterOutput` of its tokens:
         logits, weights, expert_ids, tokens_per_expert, load_balancing_loss, z_loss.
     Raises:
         ValueError: the last dimension of x is not H, or x is on another device; TypeError: x has no floating dtype.
@@ -198,20 +262,37 @@ class dMoE(nn.Module):
             backend=backend,
         )
         self.experts = Experts(config, device=device, dtype=dtype, backend=backend)
+        has_shared = config.shared_ffn_hidden_size > 0
+        self.shared_expert = SharedExpert(config, device=device, dtype=dtype) if has_shared else None
 
     def reset_parameters(self) -> None:
         self.router.reset_parameters()
         self.experts.reset_parameters()
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
 
-    def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, RouterOutput]:
+    def forward(
+        self, x: Tensor, *, expert_ids: Tensor | None = None, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, RouterOutput]:
         check_type("dMoE", "the input", x, Tensor, "Make one with torch.as_tensor.")
         if x.shape[-1:] != (self.config.hidden_size,):
             raise ValueError(f"dMoE: the input must be [..., {self.config.hidden_size}]; got {list(x.shape)}.")
         tokens = x.reshape(-1, self.config.hidden_size)
-        routing = self.router(tokens)
+        routing = self.router(tokens) if expert_ids is None else self.router(tokens, expert_ids=expert_ids)
         topology = Topology.from_ids(routing.expert_ids, self.config.num_experts)
-        y = self.experts(tokens, topology, routing.weights).view(x.shape)
+        y = self.experts(tokens, topology, routing.weights)
+        if self.config.router.num_identity_experts:
+            y = y + (self._identity_share(routing) * tokens).to(y.dtype)
+        if self.shared_expert is not None:
+            y = y + self.shared_expert(tokens).to(y.dtype)
+        y = y.view(x.shape)
         return (y, routing) if return_routing else y
+
+    def _identity_share(self, routing: RouterOutput) -> Tensor:
+        """[T, 1]: the weights of a token's identity experts, whose ids come behind those of the others."""
+        first = self.config.num_experts
+        is_identity = (routing.expert_ids >= first) & (routing.expert_ids < first + self.config.router.num_identity_experts)
+        return routing.weights.masked_fill(~is_identity, 0).sum(dim=1, keepdim=True)
 
     def backend_report(self) -> str:
         """Which backend computes the experts of this layer as it is now, why, and why the others would not."""

@@ -12,6 +12,7 @@ from ..checks import number, one_of, positive_integer
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 GROUP_SCORES = ("max", "best_two")
+DROPS = ("position", "probability")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ class RouterConfig:
         group_score: what groups are compared by, "max" (DeepSeek-V2) of their experts or the sum of the "best_two"
             (DeepSeek-V3).
         bias: the gate has a bias [E], a parameter (gpt-oss).
+        top_p: a token goes to the fewest experts, K at most, whose probabilities add up to this; None: always to K.
+        num_identity_experts: experts behind the E others that give back their token: zero computation, LongCat-Flash,
+            arXiv:2509.01322.
+        num_null_experts: experts behind those that give nil.
+        capacity_factor: experts take at most ceil(capacity_factor * T * K / E) slots, for comparison with GShard and Switch;
+            what exceeds it is dropped. None: no limit, nothing is dropped.
+        drop: what goes last where there is a limit: by "position", or of least "probability".
         narrow_gate: multiply hidden states and weight in the narrower of their two dtypes, with sums and logits in fp32.
             Without it that is done where both have it, which loses nothing; otherwise both are widened to fp32.
 
@@ -59,6 +67,11 @@ class RouterConfig:
     top_groups: int = 1
     group_score: str = "best_two"
     bias: bool = False
+    top_p: float | None = None
+    num_identity_experts: int = 0
+    num_null_experts: int = 0
+    capacity_factor: float | None = None
+    drop: str = "position"
     narrow_gate: bool = False
     jitter: float = 0.0
     noise: float = 0.0
@@ -75,6 +88,14 @@ class RouterConfig:
         one_of("RouterConfig", "group_score", self.group_score, GROUP_SCORES)
         number("RouterConfig", "scaling_factor", self.scaling_factor, above=0)
         number("RouterConfig", "noise", self.noise, at_least=0)
+        one_of("RouterConfig", "drop", self.drop, DROPS)
+        for name in ("num_identity_experts", "num_null_experts"):
+            if getattr(self, name) != 0:
+                object.__setattr__(self, name, positive_integer("RouterConfig", name, getattr(self, name)))
+        if self.top_p is not None:
+            number("RouterConfig", "top_p", self.top_p, above=0)
+        if self.capacity_factor is not None:
+            number("RouterConfig", "capacity_factor", self.capacity_factor, above=0)
         for name in ("jitter", "token_dropout", "expert_dropout"):
             number("RouterConfig", name, getattr(self, name), at_least=0, below=1)
         if self.top_groups > self.num_groups:
@@ -97,8 +118,14 @@ class RouterConfig:
             raise ValueError(f"RouterConfig.preset: {name!r} is not known; choose one of {', '.join(PRESETS)}.")
         return replace(PRESETS[name], **changes)
 
+    @property
+    def num_cheap_experts(self) -> int:
+        """Experts that compute nothing."""
+        return self.num_identity_experts + self.num_null_experts
+
     def check(self, owner: str, num_experts: int) -> None:
         """ValueError, in the name of `owner`, if so many experts cannot be chosen from in this way."""
+        num_experts += self.num_cheap_experts
         if self.top_k > num_experts:
             raise ValueError(f"{owner}: top_k={self.top_k} experts per token, but there are only {num_experts} experts.")
         if num_experts % self.num_groups:

@@ -17,7 +17,8 @@ class RouterOutput:
     Attributes:
         logits: [T, E] fp32; while training with their noise, and -inf for experts that are closed.
         weights: [T, K] fp32, of the experts in their order.
-        expert_ids: [T, K] int64, in falling order of score (plus correction bias); -1 for tokens that go to no expert.
+        expert_ids: [T, K] int64, in falling order of score (plus correction bias); -1 for slots that go to no expert; from E on
+            identity experts, then null experts.
         score: what made scores of the logits, see `RouterConfig`.
         clean_logits: [T, E] fp32 without their noise; None where none was drawn.
         noise_scale: standard deviation of the noise, [T, E] or []; None where none was drawn.
@@ -34,9 +35,14 @@ class RouterOutput:
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """[E] int64: slots that chose each expert."""
+        """[E] int64: slots that chose each expert, those that compute nothing included."""
         ids = self.expert_ids.reshape(-1)
         return ids.new_zeros(self.logits.shape[-1]).scatter_add(0, ids.clamp(min=0), (ids >= 0).long())
+
+    @property
+    def drop_rate(self) -> Tensor:
+        """Share of slots that go to no expert: bypassing tokens, experts beyond `top_p` or beyond their capacity."""
+        return (self.expert_ids < 0).float().mean() if self.expert_ids.numel() else self.weights.new_zeros(())
 
     @property
     def probabilities(self) -> Tensor:

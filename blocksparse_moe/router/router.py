@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..autocast import without_autocast
 from ..backends import check_name
+from .assignment import weigh, within_capacity, within_top_p
 from .choice import choose_experts
 from .config import RouterConfig
 from .gate import gate_logits
@@ -22,11 +23,12 @@ class Router(nn.Module):
 
     Args:
         hidden_size: H.
-        num_experts: E.
+        num_experts: E, without the identity and null experts of the config, whose ids and columns of logits come behind.
         config: scores, K, and what happens to the weights.
         backend: "triton" chooses the experts in one kernel, "torch" by its operators; "auto" by device.
     Shape:
-        x [T, H] -> RouterOutput. Parameters `weight` [E, H] and, with `config.bias`, `bias` [E], with
+        x [T, H] -> RouterOutput. With `expert_ids` [T, K], of any integer dtype, these are chosen, and weighed as if the router
+        had; ids that are no expert's mean "not here". Parameters `weight` [E, H] and, with `config.bias`, `bias` [E], with
         `config.learned_noise`, `noise_weight` [E, H]; with `config.correction_bias` a buffer of that name, [E], which stays
         fp32 when the module is cast.
     Raises:
@@ -54,6 +56,8 @@ class Router(nn.Module):
         self.config = config
         self.backend = check_name(backend)
         self.init_std = init_std
+        self.num_experts = num_experts
+        num_experts += config.num_cheap_experts
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(self.weight.new_empty(num_experts)) if config.bias else None)
         correction = torch.empty(num_experts, device=device, dtype=torch.float32) if config.correction_bias else None
@@ -69,7 +73,7 @@ class Router(nn.Module):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor) -> RouterOutput:
+    def forward(self, x: Tensor, *, expert_ids: Tensor | None = None) -> RouterOutput:
         if not x.is_floating_point():
             raise TypeError(f"Router: hidden states must have a floating dtype; got {x.dtype}. Convert them, as by .float().")
         if x.device != self.weight.device:
@@ -85,13 +89,30 @@ class Router(nn.Module):
                 logits = logits + noise_scale * torch.randn_like(logits)
             if self.training and self.config.expert_dropout:
                 logits = self._with_closed_experts(logits)
-            weights, expert_ids = choose_experts(logits, self.correction_bias, self.config, self.backend)
+            if expert_ids is None:
+                weights, expert_ids = choose_experts(logits, self.correction_bias, self.config, self.backend)
+                if self.config.top_p is not None:
+                    weights, expert_ids = within_top_p(logits, weights, expert_ids, self.config)
+            else:
+                expert_ids = self._given(expert_ids, x)
+                weights = weigh(logits, expert_ids, self.config)
             if self.training and self.config.token_dropout:
                 bypasses = torch.rand(len(x), 1, device=x.device) < self.config.token_dropout
                 weights, expert_ids = weights.masked_fill(bypasses, 0), expert_ids.masked_fill(bypasses, -1)
+            if self.config.capacity_factor is not None:
+                weights, expert_ids = within_capacity(weights, expert_ids, logits.shape[1], self.config)
         if noise_scale is None:
             return RouterOutput(logits, weights, expert_ids, self.config.score)
         return RouterOutput(logits, weights, expert_ids, self.config.score, clean_logits, noise_scale)
+
+    def _given(self, expert_ids: Tensor, x: Tensor) -> Tensor:
+        """Expert ids that were given, int64, with -1 for all that are no expert's."""
+        if expert_ids.is_floating_point() or expert_ids.ndim != 2 or len(expert_ids) != len(x):
+            raise ValueError(
+                f"Router: expert_ids must be integers [{len(x)}, K]; got {expert_ids.dtype} {list(expert_ids.shape)}."
+            )
+        ids = expert_ids.to(x.device, torch.int64)
+        return ids.masked_fill((ids < 0) | (ids >= len(self.weight)), -1)
 
     def _noise_scale(self, x: Tensor) -> Tensor | None:
         """Standard deviation of the noise of training, [T, E] or []; None for none."""
@@ -116,7 +137,7 @@ class Router(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        num_experts, hidden_size = self.weight.shape
+        hidden_size = self.weight.shape[1]
         changed = {field.name: getattr(self.config, field.name) for field in fields(RouterConfig)[2:]}
         rest = "".join(f", {name}={value!r}" for name, value in changed.items() if value != getattr(RouterConfig, name))
-        return f"{hidden_size} -> top {self.config.top_k} of {num_experts}, normalize={self.config.normalize}{rest}"
+        return f"{hidden_size} -> top {self.config.top_k} of {self.num_experts}, normalize={self.config.normalize}{rest}"

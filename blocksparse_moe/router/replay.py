@@ -1,0 +1,74 @@
+"""Routing that was recorded, given back: the experts that a model chose when it generated, while it is trained on the result.
+
+Source of the use: routing replay in reinforcement learning of MoE models, arXiv:2510.11370.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .balancing import is_recomputed
+from .output import RouterOutput
+from .router import Router
+
+Recording = dict[str, list[Tensor]]
+"""By the name of each router: expert ids [T, K] of its calls, in turn."""
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[Recording]:
+    """What every router of the model chooses inside, on its device; int16, or int32 for more than 32768 experts.
+
+    with record_routing(model) as recording:
+        model(tokens)
+    """
+    recording: Recording = {name: [] for name, _ in _routers(model)}
+
+    def record(router: Router, args: Any, output: RouterOutput, *, name: str) -> None:
+        if not is_recomputed():
+            dtype = torch.int16 if output.logits.shape[1] <= 2**15 else torch.int32
+            recording[name].append(output.expert_ids.to(dtype))
+
+    hooks = [router.register_forward_hook(partial(record, name=name)) for name, router in _routers(model)]
+    try:
+        yield recording
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def replay_routing(model: nn.Module, recording: Recording) -> Iterator[None]:
+    """Inside, the routers of the model choose what was recorded, call by call; weights are of the logits of now.
+
+    Raises:
+        ValueError: the recording has other routers than the model, or a router is called more often than was recorded.
+    """
+    routers = _routers(model)
+    if recording.keys() != {name for name, _ in routers}:
+        raise ValueError(f"replay_routing: the recording is of the routers {[*recording]}; the model has {[*dict(routers)]}.")
+    calls = dict.fromkeys(recording, 0)
+
+    def give(router: Router, args: tuple, kwargs: dict[str, Any], *, name: str) -> tuple[tuple, dict[str, Any]]:
+        if not is_recomputed():  # a call that is made once more is the last one
+            calls[name] += 1
+        if calls[name] > len(recording[name]):
+            raise ValueError(f"replay_routing: {name!r} is called more often than the {len(recording[name])} recorded times.")
+        return args, kwargs | {"expert_ids": recording[name][calls[name] - 1]}
+
+    hooks = [router.register_forward_pre_hook(partial(give, name=name), with_kwargs=True) for name, router in routers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _routers(model: nn.Module) -> list[tuple[str, Router]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
