@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import blocksparse_moe
 from blocksparse_moe.products import implementation
+from blocksparse_moe.router.choice import choose_experts
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
 
 from .check import reference_dtype
@@ -161,6 +162,43 @@ def router(case: Case, choice: Choice) -> list[Task]:
     return [part("router", variants, expected, flops=2 * case.shape.T * case.shape.H * case.shape.E)]
 
 
+def route(case: Case, choice: Choice) -> list[Task]:
+    """From logits to experts and weights, without the gate, and its gradient; the roof is a copy of as many bytes."""
+    config, (x, gate) = _router_config(case), make_router(case)
+    logits = (x.float() @ gate.float().T).requires_grad_()
+    grad = torch.randn(case.shape.T, case.shape.K, device=case.device)
+
+    def forward(backend: str) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: choose_experts(logits.detach(), None, config, backend)
+
+    def backward(backend: str) -> Callable[[], tuple[Tensor, ...]]:
+        weights, _ = choose_experts(logits, None, config, backend)
+        return lambda: torch.autograd.grad(weights, logits, grad, retain_graph=True)
+
+    def expected() -> tuple[Tensor, ...]:
+        _, weights, ids = _reference_route(logits.detach(), config)
+        return weights, ids
+
+    def expected_gradient() -> tuple[Tensor, ...]:
+        leaf = wide(logits.detach()).requires_grad_()
+        return torch.autograd.grad(_reference_route(leaf, config)[1], leaf, wide(grad))
+
+    backends = choice.backends_for(case)
+    moved = logits.nbytes + 12 * grad.numel()  # weights in fp32, ids in int64
+    runs = [Variant(name_of(backend), "ours", forward(backend)) for backend in backends]
+    gradients = [Variant(name_of(backend), "ours", backward(backend)) for backend in backends]
+    moved_back = moved + grad.nbytes
+    return [
+        part("route", [*runs, copy_of(case, moved)], expected, moved=moved),
+        part("route", [*gradients, copy_of(case, moved_back)], expected_gradient, stage="backward", moved=moved_back),
+    ]
+
+
+def _reference_route(logits: Tensor, config: blocksparse_moe.RouterConfig) -> tuple[Tensor, ...]:
+    identity = torch.eye(logits.shape[1], dtype=reference_dtype(logits.dtype), device=logits.device)
+    return reference.router(wide(logits), identity, config.top_k, normalize=config.normalize)
+
+
 def topology(case: Case, choice: Choice) -> list[Task]:
     """Sorting the slots by expert; the roof is a copy of as many bytes."""
     M, E = case.shape.M, case.shape.E
@@ -230,6 +268,7 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
         expert_mlp,
         decoder_layer,
         router,
+        route,
         topology,
         sdd,
         sdd_activation,

@@ -64,7 +64,7 @@ class Task:
 
     Attributes:
         op: its name, a key of `bench.ops.OPS`.
-        stage: "forward", "inference" or "forward+backward".
+        stage: "forward", "inference", "backward" or "forward+backward".
         variants: all do the same work.
         expected: makes the results in higher precision.
         flops: useful work; bytes: what must be read and written once. 0 where that is not the measure.
