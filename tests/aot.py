@@ -38,7 +38,7 @@ from triton.runtime.errors import PTXASError
 
 import blocksparse_moe_kernels.triton as kernel_package
 from blocksparse_moe_kernels.config import GemmConfig
-from blocksparse_moe_kernels.triton import sdd_gluon
+from blocksparse_moe_kernels.triton import gluon_rings
 from blocksparse_moe_kernels.triton.descriptors import Described
 
 from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS, Build, configurations, forms, full_product
@@ -86,7 +86,7 @@ class Launch:
 
 def record(build: Build) -> list[Launch]:
     """The launches of a build's call, none of which is made."""
-    sdd_gluon.architecture_of = lambda device: build.architecture
+    gluon_rings.architecture_of = lambda device: build.architecture
     launches: list[Launch] = []
     for kernel in kernels():
         kernel.run = recorder(kernel, launches)

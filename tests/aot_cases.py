@@ -30,9 +30,9 @@ from blocksparse_moe_kernels.triton.bias import bias_dot, expert_sum, expert_sum
 from blocksparse_moe_kernels.triton.combine import combine
 from blocksparse_moe_kernels.triton.dsd import dsd
 from blocksparse_moe_kernels.triton.dsd_transposed import dsd_transposed
+from blocksparse_moe_kernels.triton.gluon_rings import TILE as GLUON_TILE
 from blocksparse_moe_kernels.triton.route import route, route_backward
 from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
-from blocksparse_moe_kernels.triton.sdd_gluon import TILE as GLUON_TILE
 from blocksparse_moe_kernels.triton.topology import sort_ids
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
 
@@ -257,22 +257,25 @@ def distinct(configs: Iterable[GemmConfig]) -> list[GemmConfig]:
     return list(dict.fromkeys(configs))
 
 
-def gluon(layer: Layer, save_pre: bool = True) -> Build:
-    """What the kernel in Gluon computes."""
-    return Build(up, layer, 90, GLUON_TILE, {"bias": False, "save_pre": save_pre})
+def gluon(call: Callable, layer: Layer, **factors: object) -> Build:
+    """What a kernel in Gluon computes."""
+    return Build(call, layer, 90, GLUON_TILE, factors)
 
 
 def configurations(architecture: int) -> Iterator[Build]:
     """Each configuration with its costliest epilogues, with a bias and both stores: a gated activation in bf16, and in fp16 one
     of all columns (the two dtypes differ in a conversion only). The other products are compiled in fp16 once; fp32 shows that
-    its tiles fit. The kernel in Gluon, which has no bias, is compiled in both."""
+    its tiles fit. Those in Gluon, which have no bias, are compiled in both."""
     bf16, fp16 = Layer("bf16"), Layer("fp16", activation="gelu")
     yield from (Build(up, bf16, architecture, config) for config in row_configs("bf16", architecture))
     yield from (Build(down, bf16, architecture, config) for config in row_configs("bf16", architecture))
     yield from (Build(grad_up, bf16, architecture, config) for config in column_configs("bf16", architecture))
     yield from (Build(up, fp16, architecture, config) for config in row_configs("fp16", architecture))
     if architecture == 90:
-        yield from (gluon(Layer(dtype, activation="geglu")) for dtype in ("bf16", "fp16"))
+        for layer in (Layer("bf16", activation="geglu"), Layer("fp16", activation="geglu")):
+            yield gluon(up, layer, bias=False)
+            yield gluon(down, layer, bias=False)
+            yield gluon(grad_rows, layer)
     yield Build(down, fp16, architecture, row_configs("fp16", architecture)[0])
     yield Build(grad_up, fp16, architecture, column_configs("fp16", architecture)[0])
     yield Build(down, Layer("fp32"), architecture, row_configs("fp32", architecture)[0])
@@ -292,7 +295,8 @@ def forms(architecture: int) -> Iterator[Build]:
         for config in row_configs("bf16", architecture, tma)[: 2 if tma else 1]:
             yield Build(up, Layer(layout=layout, activation=GPT_OSS), architecture, config)
     if architecture == 90:
-        yield gluon(Layer(layout="apart"), save_pre=False)
+        yield gluon(up, Layer(layout="apart"), bias=False, save_pre=False)
+        yield gluon(down, Layer(), bias=False)
     yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
     yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
     yield Build(helpers, Layer(), architecture)

@@ -43,9 +43,12 @@ ALLOWED_STACK = {
 }
 """Bytes of spilled registers that a configuration of sm_90 may have outside the loop of its product, and why."""
 
-STORE_BUFFER = {"_sdd_tma_kernel": 1, "_sdd_gluon_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2}
-"""Bytes of the buffer from which TMA stores, for each element of the tile (sdd stores half a tile at a time). A transposed
-product whose store shared the buffers of its loads (128x256, both operands by TMA; Triton 3.6, H200) wrote wrong results."""
+STORE_BUFFER = {
+    "_sdd_tma_kernel": 1, "_sdd_gluon_kernel": 1, "_dsd_gluon_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2
+}  # fmt: skip
+"""Bytes of the buffer from which TMA stores, for each element of the tile (1 where half a tile is stored at a time). A
+transposed product whose store shared the buffers of its loads (128x256, both operands by TMA; Triton 3.6, H200) wrote wrong
+results."""
 
 COPIES = ("cp.async.c", "cp.async.bulk.tensor")
 """Asynchronous copies: of 4 to 16 bytes by a thread, and of tiles by TMA."""

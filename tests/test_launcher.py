@@ -40,7 +40,7 @@ def argument(kind: str, number: int):
     described = describe(tensor[-2048:].view(64, 32), 16 << number % 2, 16)
     if kind == "descriptor":
         return described
-    from blocksparse_moe_kernels.triton.sdd_gluon import SwizzledDescriptor, gl
+    from blocksparse_moe_kernels.triton.gluon_rings import SwizzledDescriptor, gl
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * (number % 5 > 1), element_bitwidth=16, rank=2)
     return SwizzledDescriptor(described.base, *described.form[:3], layout)

@@ -229,7 +229,7 @@ def test_forms_are_forgotten_before_they_are_too_many(replays, monkeypatch):
 def test_descriptors_are_made_anew():
     """Of the tensor of a later call, of the same class, in the same form."""
     from blocksparse_moe_kernels.triton.descriptors import describe
-    from blocksparse_moe_kernels.triton.sdd_gluon import SwizzledDescriptor
+    from blocksparse_moe_kernels.triton.gluon_rings import SwizzledDescriptor
 
     old, new, seen = torch.zeros(4, 64), torch.ones(4, 64), []
     described = describe(old, 4, 32)

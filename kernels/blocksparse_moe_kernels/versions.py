@@ -6,8 +6,8 @@ import re
 from importlib import metadata
 
 GLUON = ((3, 6), (3, 7))
-"""Releases of Triton whose Gluon, an experimental part that may change, compiles our kernel: by 3.6 a prototype ran on an H200,
-by 3.7 it was only compiled, to the same copies, products and barriers in the main loop."""
+"""Releases of Triton whose Gluon, an experimental part that may change, compiles our kernels: by 3.6 the first one ran on an
+H200, by 3.7 it was only compiled, to the same copies, products and barriers in the main loop."""
 
 
 def require(distribution: str, minimum: str, purpose: str) -> None:

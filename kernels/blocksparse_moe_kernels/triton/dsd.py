@@ -9,6 +9,8 @@ instead: that product is in dsd_transposed.py. Source: MegaBlocks, arXiv:2211.15
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +28,7 @@ from ..launch import (
     value_strides,
 )
 from ..reference import Order
+from ..versions import gluon_is_known
 from .descriptors import (
     describe,
     describe_rows,
@@ -37,7 +40,10 @@ from .descriptors import (
 )
 from .dsd_transposed import dsd_transposed
 from .launcher import launch
-from .tiles import along, dot, fp32_precision, grouped_order, row_tile, value_rows, weight_block, wrapped
+from .tiles import INTERPRETED, along, dot, fp32_precision, grouped_order, row_tile, value_rows, weight_block, wrapped
+
+_gluon = import_module(".dsd_gluon", __package__) if gluon_is_known() and not INTERPRETED else None
+"""The kernel in Gluon; None where it cannot be used."""
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -160,6 +166,9 @@ def dsd(
     config = config or row_product_config(
         topology.num_slots, topology.num_experts, hidden_size, w.dtype, w.device, tma=form is not None
     )
+    if _gluon is not None and _gluon.applies(weight, form, bias, config):
+        _gluon.launch_dsd(s, weight, form, y)
+        return y
     schedule = topology.schedule(config.block_m)
     tiles = schedule.capacity * ceil_div(hidden_size, config.block_n)
     bias_strides = (0, 0) if bias is None else bias.stride()

@@ -1,25 +1,15 @@
 """SDD with a gated activation in Gluon, for Hopper: what `sdd._sdd_tma_kernel` computes in its largest tile, bit for bit.
 
-Triton's own kernel leaves its main loop for the epilogue with all warps at once, and the tensor cores wait. Here a program has
-two *consumers* of 4 warps, each with 64 of the 128 rows of a tile and an accumulator of its own. They run free of each other,
-so the epilogue of one hides under the products of the other.
-
     x        each consumer gathers its own rows by cp.async, 3 steps ahead, into a ring of 4 slots that only it uses: a slot is
              free once the wgmma that read it has ended, so this ring needs no barriers
-    weight   a third group, the *producer*, does nothing but load gate and up columns by TMA into a ring of 4 slots that both
-             consumers read. `full` of a slot completes when its bytes are there, `empty` when both consumers are done with it
-    results  one buffer a consumer, from which TMA writes its half of the tile while the next tile is multiplied
+    weight   the producer does nothing but load gate and up columns into the ring that both consumers read
 
 Tensor cores read shared memory through another path (the async proxy) than threads write it; a fence orders the copies of a
-step before the wgmma that reads them. The programs are persistent, and the rings go on from tile to tile: at the end of a tile
-the copies are those of the next one, whose rows were looked up a tile before.
-
-Gluon is an experimental part of Triton: `versions.GLUON` says which releases are known to be right. Loaded only for those.
+step before the wgmma that reads them. At the end of a tile the copies are those of the next one, whose rows were looked up a
+tile before. See gluon_rings.py for the rest.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,41 +22,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..activations import Activation
-from ..config import GemmConfig, architecture_of, ceil_div, num_programs
+from ..config import GemmConfig, ceil_div, num_programs
 from ..launch import StackedWeight
 from ..topology import Topology
 from .activation_functions import activation_value, constants
-from .descriptors import END, Described, describe, describe_rows
+from .descriptors import describe, describe_rows
+from .gluon_rings import (
+    ACC_LAYOUT,
+    BLOCK_K,
+    BLOCK_M,
+    BLOCK_N,
+    SHARED,
+    TILE,
+    SwizzledDescriptor,
+    advanced,
+    barriers,
+    before,
+    halves_of,
+    load_weight,
+    place_of,
+    stand_in,
+    store,
+    weight_operand,
+    weight_ring,
+)
 from .launcher import launch
-from .tiles import grouped_order, row_tile, split_halves
+from .tiles import grouped_order, row_tile
 
-TILE = GemmConfig(128, 256, 64, 8, 3, tma=True)
-"""The tile of `sdd._sdd_tma_kernel` in whose place this kernel runs."""
-
-_BLOCK_M, _BLOCK_N, _BLOCK_K = TILE.block_m // 2, TILE.block_n // 2, TILE.block_k
 _X_SLOTS = 4
 
-BLOCK_M, BLOCK_N, BLOCK_K = gl.constexpr(_BLOCK_M), gl.constexpr(_BLOCK_N), gl.constexpr(_BLOCK_K)
-"""Rows of a consumer, columns of a half, depth of a step."""
-
-X_SLOTS, W_SLOTS = gl.constexpr(_X_SLOTS), gl.constexpr(4)
+X_SLOTS = gl.constexpr(_X_SLOTS)
 LEAD = gl.constexpr(_X_SLOTS - 1)
 """Steps that copies of x are ahead: one slot is the one that wgmma may still read."""
 
 X_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _BLOCK_N, 16]))
-HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16]))
-
-
-@gluon.jit
-def _advanced(slot, phase):
-    """The slot of the weight behind this one, and the phase of its barriers."""
-    slot += 1
-    wraps = slot == W_SLOTS
-    return gl.where(wraps, 0, slot), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -80,19 +71,15 @@ def _producer(W, Tiles, capacity, num_tiles, num_columns, num_steps, w_ring, ful
         for k in range(num_steps):
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), 2 * W.block_type.nbytes)
-            for half in gl.static_range(2):
-                part = w_ring.index(slot).slice(half * BLOCK_N, BLOCK_N, 0)
-                place = [expert, half, pid_n * BLOCK_N, k * BLOCK_K]
-                tma.async_copy_global_to_shared(W, place, full.index(slot), part)
-            slot, phase = _advanced(slot, phase)
+            load_weight(W, expert, pid_n * BLOCK_N, k, full.index(slot), w_ring.index(slot), 2, True)
+            slot, phase = advanced(slot, phase)
 
 
 @gluon.jit
 def _looked_up(Tokens, Tiles, number, capacity, num_tiles, num_columns, offs_m, GROUP: gl.constexpr):
     """(first row, length, column tile, rows of x) of a tile; of the last one if there is none of that number. Where a tile has
     no row, row 0 of x stands in: it is read and never stored."""
-    some = gl.maximum(num_tiles, 1)
-    tile, pid_n = grouped_order(gl.minimum(number, some * num_columns - 1), some, num_columns, GROUP)
+    tile, pid_n = place_of(number, num_tiles, num_columns, GROUP)
     _, first_row, length = row_tile(Tiles, capacity, tile)
     rows = gl.load(Tokens + first_row + offs_m, mask=offs_m < length, other=0)
     return first_row, length, pid_n, rows
@@ -114,25 +101,16 @@ def _step(
     async_copy.wait_group(LEAD - 1)
     fence_async_shared()
     mbarrier.wait(full.index(slot), phase)
-    acc = warpgroup_mma(x_ring.index(x_slot), w_ring.index(slot).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(x_ring.index(x_slot), weight_operand(w_ring.index(slot), True), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
     if not FIRST:
-        mbarrier.arrive(empty.index(gl.where(slot == 0, W_SLOTS - 1, slot - 1)), count=1)
+        mbarrier.arrive(empty.index(before(slot)), count=1)
     over = k >= num_steps - LEAD
     coming = gl.where(over, k + LEAD - num_steps, k + LEAD)
     free = gl.where(x_slot == 0, X_SLOTS - 1, x_slot - 1)
     _copy(X, gl.where(over, next_rows, rows), stride_xt, coming, x_ring.index(free))
-    slot, phase = _advanced(slot, phase)
+    slot, phase = advanced(slot, phase)
     return acc, slot, phase, gl.where(x_slot + 1 == X_SLOTS, 0, x_slot + 1)
-
-
-@gluon.jit
-def _store(Result, buffer, tile, first_row, length, half, column, ROW: gl.constexpr):
-    """Write the rows that a consumer has, of those of the tile that count."""
-    tma.store_wait(0)
-    buffer.store(tile.to(Result.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(Result, [END, first_row + length, END - length + ROW, half, column], buffer)
 
 
 @gluon.jit
@@ -169,17 +147,15 @@ def _consumer(
                 X, rows, rows1, stride_xt, k, num_steps, acc, slot, phase, x_slot, x_ring, w_ring, full, empty, False
             )
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index(gl.where(slot == 0, W_SLOTS - 1, slot - 1)), count=1)
+        mbarrier.arrive(empty.index(before(slot)), count=1)
 
-        gate, up = split_halves(acc)
-        gate = gl.convert_layout(gate, HALF_LAYOUT, assert_trivial=True)
-        up = gl.convert_layout(up, HALF_LAYOUT, assert_trivial=True)
+        gate, up = halves_of(acc)
         column = pid_n * BLOCK_N
         if SAVE_PRE:
-            _store(Pre, buffer, gate, first_row, length, 0, column, ROW)
-            _store(Pre, buffer, up, first_row, length, 1, column, ROW)
+            store(Pre, buffer, gate, first_row, length, 0, column, ROW)
+            store(Pre, buffer, up, first_row, length, 1, column, ROW)
         hidden = activation_value(gate, up, True, FUNCTION, ALPHA, GATE_LIMIT, UP_LIMIT, UP_OFFSET)
-        _store(Act, buffer, hidden, first_row, length, 0, column, ROW)
+        store(Act, buffer, hidden, first_row, length, 0, column, ROW)
         # "+ 0": Triton 3.6 takes a variable that begins as another carried one for one that never changes.
         first_row, length, pid_n, rows = first_row1 + 0, length1 + 0, pid_n1 + 0, rows1 + 0
         first_row1, length1, pid_n1, rows1 = first_row2 + 0, length2 + 0, pid_n2 + 0, rows2 + 0
@@ -196,16 +172,11 @@ def _sdd_gluon_kernel(
     UP_LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
 ):  # fmt: skip
     """`x_vectors`: the stride of the rows of x in 8 elements, which 16 bytes are."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_ring0 = gl.allocate_shared_memory(X.dtype.element_ty, [X_SLOTS, BLOCK_M, BLOCK_K], SHARED)
     x_ring1 = gl.allocate_shared_memory(X.dtype.element_ty, [X_SLOTS, BLOCK_M, BLOCK_K], SHARED)
-    w_ring = gl.allocate_shared_memory(X.dtype.element_ty, [W_SLOTS, 2 * BLOCK_N, BLOCK_K], SHARED)
+    w_ring = weight_ring(X.dtype.element_ty, True)
     buffers = gl.allocate_shared_memory(X.dtype.element_ty, [2, BLOCK_M, BLOCK_N], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [W_SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(W_SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+    full, empty = barriers()
     num_tiles = gl.load(NumTiles)
     stride_xt = x_vectors * 8
     gl.warp_specialize([
@@ -223,22 +194,6 @@ def _sdd_gluon_kernel(
     ], [4, 4], [232, 40])  # fmt: skip
 
 
-class SwizzledDescriptor(Described, TensorDescriptor):
-    """A descriptor as Gluon takes it, which says how a tile lies in shared memory."""
-
-    @classmethod
-    def of(cls, descriptor: Described | None) -> SwizzledDescriptor | None:
-        if descriptor is None:
-            return None
-        base, shape, strides, block_shape = descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape
-        return cls(base, shape, strides, block_shape, _layout(len(shape)))
-
-
-@cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
-
-
 def applies(
     x: Tensor,
     weight: StackedWeight,
@@ -252,13 +207,12 @@ def applies(
     It is for two halves with a dense hidden axis, without a bias. The rows of x must be whole steps of 16-byte pieces, within
     reach of 32-bit offsets, and at least as many steps as their ring has slots, so that copies ahead reach into one more tile.
     """
-    if config != TILE or weight.halves != 2 or activation is None or bias is not None or form is not weight.data:
+    if not stand_in(config, bias, x.device) or weight.halves != 2 or activation is None or form is not weight.data:
         return False
     (tokens, hidden_size), (stride_xt, stride_xh) = x.shape, x.stride()
     return (
-        architecture_of(x.device) == 90
-        and hidden_size % _BLOCK_K == 0
-        and hidden_size >= _X_SLOTS * _BLOCK_K
+        hidden_size % TILE.block_k == 0
+        and hidden_size >= _X_SLOTS * TILE.block_k
         and stride_xh == 1
         and stride_xt % 8 == 0
         and x.data_ptr() % 16 == 0
@@ -270,17 +224,17 @@ def launch_gated(
     x: Tensor, weight: StackedWeight, topology: Topology, activation: Activation, pre: Tensor | None, act: Tensor
 ) -> None:
     """Fill `act` [M, N] and, if given, `pre` [M, 2 * N], where `applies`."""
-    columns = weight.columns.widest
     schedule = topology.schedule(TILE.block_m)
-    num_columns = ceil_div(columns, _BLOCK_N)
+    block_m, block_n = TILE.block_m // 2, TILE.block_n // 2
+    num_columns = ceil_div(weight.columns.widest, block_n)
     flags = constants(activation)
     del flags["INTERLEAVED"]
     launch(
         _sdd_gluon_kernel, x.device, (min(schedule.capacity * num_columns, num_programs(x.device)),),
-        x, SwizzledDescriptor.of(describe(weight.data, 1, 1, _BLOCK_N, _BLOCK_K)),
-        SwizzledDescriptor.of(describe_rows(pre, _BLOCK_M, _BLOCK_N, 2)),
-        SwizzledDescriptor.of(describe_rows(act, _BLOCK_M, _BLOCK_N)),
+        x, SwizzledDescriptor.of(describe(weight.data, 1, 1, block_n, TILE.block_k)),
+        SwizzledDescriptor.of(describe_rows(pre, block_m, block_n, 2)),
+        SwizzledDescriptor.of(describe_rows(act, block_m, block_n)),
         topology.tokens, schedule.tiles, schedule.num_tiles,
-        x.stride(0) // 8, schedule.capacity, num_columns, weight.hidden_size // _BLOCK_K,
+        x.stride(0) // 8, schedule.capacity, num_columns, weight.hidden_size // TILE.block_k,
         GROUP=8, SAVE_PRE=pre is not None, **flags, num_warps=4,
     )  # fmt: skip
