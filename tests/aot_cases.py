@@ -276,6 +276,7 @@ def configurations(architecture: int) -> Iterator[Build]:
             yield gluon(up, layer, bias=False)
             yield gluon(down, layer, bias=False)
             yield gluon(grad_rows, layer)
+            yield gluon(grad_hidden, layer)
     yield Build(down, fp16, architecture, row_configs("fp16", architecture)[0])
     yield Build(grad_up, fp16, architecture, column_configs("fp16", architecture)[0])
     yield Build(down, Layer("fp32"), architecture, row_configs("fp32", architecture)[0])
@@ -297,6 +298,8 @@ def forms(architecture: int) -> Iterator[Build]:
     if architecture == 90:
         yield gluon(up, Layer(layout="apart"), bias=False, save_pre=False)
         yield gluon(down, Layer(), bias=False)
+        for layout in ("rows", "columns"):
+            yield gluon(grad_hidden, Layer(layout=layout), order="rows")
     yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
     yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
     yield Build(helpers, Layer(), architecture)

@@ -1,4 +1,4 @@
-"""The kernel in Gluon is used where it can be, and computes what the kernel in whose place it runs does, bit for bit."""
+"""The kernel of sdd in Gluon is used where it can be, and computes what the kernel in whose place it runs does, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton", minversion="3.6")
 from blocksparse_moe import expert_mlp
 from blocksparse_moe_kernels import Topology, get_activation, versions
 from blocksparse_moe_kernels.config import row_product_tile
-from blocksparse_moe_kernels.launch import stack_activated
+from blocksparse_moe_kernels.launch import fold_halves, stack_activated, stack_weight
 from blocksparse_moe_kernels.triton import replay, sdd
 from blocksparse_moe_kernels.triton.descriptors import weight_form
 
@@ -44,8 +44,11 @@ def applies(x=None, w=None, bias=None, activation="swiglu", config=TILE) -> bool
     x = torch.empty(4, H, dtype=torch.bfloat16) if x is None else x
     w = torch.empty(E, 2 * F, x.shape[1], dtype=x.dtype) if w is None else w
     topology = Topology.from_ids(torch.zeros(x.shape[0], 1, dtype=torch.int64), E)
-    chosen = get_activation(activation)
-    weight, _ = stack_activated("sdd", w, topology, None, chosen)
+    chosen = None if activation is None else get_activation(activation)
+    if chosen is None:
+        weight = fold_halves(stack_weight("sdd", w, topology, None))
+    else:
+        weight, _ = stack_activated("sdd", w, topology, None, chosen)
     return sdd_gluon.applies(x, weight, weight_form(weight), bias, chosen, config)
 
 
@@ -57,11 +60,19 @@ GIVEN = {
     "an odd number of 8 columns": {"w": half(E, 2 * 24, H)},
     "padded weights": {"w": half(E, 2 * F, H + 8)[..., :H]},
     "rows of x that lie apart": {"x": half(4, 2 * H + 8)[:, 8 : H + 8]},
+    "no activation": {"activation": None},
+    "no activation, in fp16": {"activation": None, "x": half(4, H).half()},
+    "no activation, transposed weights": {"activation": None, "w": half(E, H, F).transpose(1, 2)},
+    "no activation, halves that follow each other": {"activation": None, "w": half(E, 2, F, H)},
 }
 EXCLUDED = {
     "a bias": {"bias": half(E, 2 * F)},
     "no gate": {"activation": "gelu"},
     "interleaved": {"activation": "swiglu(interleaved)"},
+    "no activation, a bias": {"activation": None, "bias": half(E, 2 * F)},
+    "no activation, halves apart": {"activation": None, "w": half(E, F, 2, H).transpose(1, 2)},
+    "no activation, weights without a dense axis": {"activation": None, "w": half(E, 2 * F, H, 2)[..., 0]},
+    "no activation, no whole steps": {"activation": None, "x": half(4, H + 8)},
     "another tile": {"config": replace(TILE, block_m=64)},
     "pointers": {"config": replace(TILE, tma=False)},
     "transposed weights": {"w": half(E, H, 2 * F).transpose(1, 2)},
@@ -127,19 +138,19 @@ def test_the_model_sees_a_fault(fault):
 @pytest.fixture
 def launched(monkeypatch):
     """One entry for each launch of the kernel."""
-    seen, real = [], sdd_gluon.launch_gated
-    monkeypatch.setattr(sdd_gluon, "launch_gated", lambda *args: seen.append(args) or real(*args))
+    seen, real = [], sdd_gluon.launch_sdd
+    monkeypatch.setattr(sdd_gluon, "launch_sdd", lambda *args: seen.append(args) or real(*args))
     return seen
 
 
-def both(launched, monkeypatch, x, w, topology, activation, save_pre) -> tuple[list[Tensor], list[Tensor]]:
+def compared(launched, monkeypatch, topology, compute) -> tuple[list[Tensor], list[Tensor]]:
     """Results of this kernel and of the one in whose place it runs; rows that do not exist are not written."""
 
     def run() -> list[Tensor]:
-        results = sdd.sdd_activation(x, w, topology, get_activation(activation), save_pre=save_pre, config=TILE)
+        results = [result.values for result in compute() if result is not None]
         kept = int(topology.num_rows)
-        assert all(result.values[kept:].isnan().all() for result in results if result is not None)
-        return [result.values[:kept] for result in results if result is not None]
+        assert all(values[kept:].isnan().all() for values in results)
+        return [values[:kept] for values in results]
 
     launched.clear()
     ours = run()
@@ -149,6 +160,22 @@ def both(launched, monkeypatch, x, w, topology, activation, save_pre) -> tuple[l
         plain = run()
     assert len(launched) == 1
     return ours, plain
+
+
+def both(launched, monkeypatch, x, w, topology, activation, save_pre) -> tuple[list[Tensor], list[Tensor]]:
+    """With an activation."""
+    chosen = get_activation(activation)
+    return compared(
+        launched,
+        monkeypatch,
+        topology,
+        lambda: sdd.sdd_activation(x, w, topology, chosen, save_pre=save_pre, config=TILE),
+    )
+
+
+def both_plain(launched, monkeypatch, x, w, topology, order="tokens") -> tuple[list[Tensor], list[Tensor]]:
+    """Without one."""
+    return compared(launched, monkeypatch, topology, lambda: [sdd.sdd(x, w, topology, order=order, config=TILE)])
 
 
 @needs_hopper
@@ -162,6 +189,60 @@ def test_the_same_bits(routing, sizes, save_pre, launched, monkeypatch, fresh_me
     x, w = randn(T, H, dtype=torch.bfloat16), randn(E, 2 * F, H, dtype=torch.bfloat16, scale=H**-0.5)
     assert_same(*both(launched, monkeypatch, x, w, topology, "swiglu", save_pre))
     fresh_memory.check_guards()
+
+
+WEIGHTS = {
+    "down": lambda E, F, H, dtype=torch.bfloat16: randn(E, H, F, dtype=dtype, scale=H**-0.5).transpose(1, 2),
+    "up": lambda E, F, H, dtype=torch.bfloat16: randn(E, 2 * F, H, dtype=dtype, scale=H**-0.5),
+}
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("order", ["tokens", "rows"])
+@pytest.mark.parametrize("form", WEIGHTS)
+def test_the_same_bits_without_activation(form, order, routing, sizes, launched, monkeypatch, fresh_memory):
+    T, H, F, E, K = SIZES[sizes]
+    topology, w = Topology.from_ids(ROUTINGS[routing](T, E, K), E), WEIGHTS[form](E, F, H)
+    x = randn(T if order == "tokens" else topology.num_slots, H, dtype=torch.bfloat16)
+    if order == "rows":
+        x[int(topology.num_rows) :] = torch.nan
+    assert_same(*both_plain(launched, monkeypatch, x, w, topology, order))
+    fresh_memory.check_guards()
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", WEIGHTS)
+def test_layouts_and_fp16_without_activation(form, launched, monkeypatch, fresh_memory):
+    """Weights and tokens that are views of larger ones, what lies between them NaN."""
+    T, H, F, E, K = SIZES["of 16 bytes only"]
+    topology = Topology.from_ids(ROUTINGS["uneven"](T, E, K), E)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, w = randn(T, H, dtype=dtype), WEIGHTS[form](E, F, H, dtype)
+        wide = inside(w) if form == "up" else inside(w.transpose(1, 2)).transpose(1, 2)
+        expected, plain = both_plain(launched, monkeypatch, x, w, topology)
+        assert_same(expected, plain)
+        ours, plain = both_plain(launched, monkeypatch, inside(x), wide, topology)
+        assert_same(ours, plain)
+        assert_same(ours, expected)
+    fresh_memory.check_guards()
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+def test_30_runs_without_activation(sizes, launched, fresh_memory):
+    T, H, F, E, K = SIZES[sizes]
+    topology, w = Topology.from_ids(ROUTINGS["uneven"](T, E, K), E), WEIGHTS["down"](E, F, H)
+    x, kept, results = randn(T, H, dtype=torch.bfloat16), int(topology.num_rows), []
+    for _ in range(30):
+        results.append(sdd.sdd(x, w, topology, config=TILE).values[:kept])
+        fresh_memory.buffers.clear()
+        assert_same(results[-1:], results[:1])
+    assert len(launched) == 30
 
 
 @needs_hopper

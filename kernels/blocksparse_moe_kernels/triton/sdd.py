@@ -286,7 +286,7 @@ def _launch(
         topology.num_slots, topology.num_experts, width, x.dtype, x.device, tma=form is not None
     )
     if _gluon is not None and _gluon.applies(x, weight, form, bias, activation, config):
-        _gluon.launch_gated(x, weight, topology, activation, pre, act)
+        _gluon.launch_sdd(x, weight, form, topology, order, activation, pre, act)
         return
     block_n = max(16, config.block_n // weight.halves)
     stored_n = block_n // 2 if activation is not None and activation.interleaved else block_n
