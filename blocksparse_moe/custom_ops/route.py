@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .define import define_op, differentiate, no_gradients
 
+MAX_EXPERTS = 4096
+"""Above it a row is too long for the registers of a program; torch's operators make the same choice."""
+
 
 def _run(*args: Any) -> Any:
     from blocksparse_moe_kernels.triton.replay import replay

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..custom_ops.route import route
+from ..custom_ops.route import MAX_EXPERTS, route
 from ..products import choose
 from .config import RouterConfig
 
@@ -23,9 +23,9 @@ def choose_experts(
     Args:
         logits: [T, E] fp32. The ids of a row that is not finite are distinct and inside [0, E) as well.
         correction_bias: [E] fp32, or None.
-        backend: "triton" makes it one kernel, "torch" a dozen operators; "auto" chooses by device.
+        backend: "triton" makes it one kernel for up to `MAX_EXPERTS`, "torch" a dozen operators; "auto" chooses by device.
     """
-    if choose(backend, logits.device, logits.dtype)[0] == "triton":
+    if choose(backend, logits.device, logits.dtype)[0] == "triton" and logits.shape[1] <= MAX_EXPERTS:
         groups = (config.num_groups, config.top_groups, config.group_score)
         weigh = (config.normalize, config.score, config.scaling_factor)
         return route(logits, correction_bias, config.top_k, *weigh, *groups)

@@ -72,8 +72,11 @@ def _largest_if_clear(keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl
 
 
 @triton.jit
-def _exp(x):
-    """exp(x) of x <= 0, with an error that does not grow with x: whole powers of two are taken out by log 2 in two parts."""
+def _exp(x, PRECISE: tl.constexpr):
+    """exp(x) of x <= 0. PRECISE: with a relative error that does not grow with x, as of weights that are small; whole powers of
+    two are taken out by log 2 in two parts."""
+    if not PRECISE:
+        return tl.exp(x)
     x = tl.where(x < -200.0, -200.0, x)  # NaN stays
     whole = tl.floor(x * 1.4426950408889634 + 0.5)
     rest = (x - whole * 0.693145751953125) - whole * 1.4286068203094172e-06
@@ -88,34 +91,33 @@ def _log1p(x):
 
 
 @triton.jit
-def _sigmoid(x):
-    part = _exp(-tl.abs(x))
+def _sigmoid(x, PRECISE: tl.constexpr):
+    part = _exp(-tl.abs(x), PRECISE)
     return tl.where(x < 0, part, 1.0) / (1 + part)
 
 
 @triton.jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + _log1p(_exp(-tl.abs(x)))
+def _softplus(x, PRECISE: tl.constexpr):
+    return tl.maximum(x, 0.0) + _log1p(_exp(-tl.abs(x), PRECISE))
 
 
 @triton.jit
-def _row_softmax(logits):
+def _row_softmax(logits, PRECISE: tl.constexpr):
     """Of [ROWS, E]: exp(logits - largest) and its sum [ROWS], and the largest [ROWS]."""
     largest = tl.max(logits, 1)
-    exponentials = _exp(logits - largest[:, None])
+    exponentials = _exp(logits - largest[:, None], PRECISE)
     return exponentials, tl.sum(exponentials, 1), largest
 
 
 @triton.jit
-def _score(logits, SCORE: tl.constexpr):
-    """Of [ROWS, E], for the choice."""
+def _score(logits, SCORE: tl.constexpr, PRECISE: tl.constexpr):
     if SCORE == "softmax":
-        exponentials, total, _ = _row_softmax(logits)
+        exponentials, total, _ = _row_softmax(logits, PRECISE)
         return exponentials / total[:, None]
     elif SCORE == "sigmoid":
-        return _sigmoid(logits)
+        return _sigmoid(logits, PRECISE)
     else:
-        return tl.sqrt(_softplus(logits))
+        return tl.sqrt(_softplus(logits, PRECISE))
 
 
 @triton.jit
@@ -124,10 +126,10 @@ def _log_score(logits, SCORE: tl.constexpr):
     if SCORE == "softmax":
         return logits
     elif SCORE == "sigmoid":
-        return tl.minimum(logits, 0.0) - _log1p(_exp(-tl.abs(logits)))
+        return tl.minimum(logits, 0.0) - _log1p(_exp(-tl.abs(logits), True))
     else:
         small = logits < -15.0
-        return tl.where(small, logits, tl.log(_softplus(tl.where(small, 0.0, logits)))) / 2
+        return tl.where(small, logits, tl.log(_softplus(tl.where(small, 0.0, logits), True))) / 2
 
 
 @triton.jit
@@ -135,11 +137,11 @@ def _log_score_derivative(logits, SCORE: tl.constexpr):
     if SCORE == "softmax":
         return tl.full(logits.shape, 1.0, tl.float32)
     elif SCORE == "sigmoid":
-        return _sigmoid(-logits)
+        return _sigmoid(-logits, True)
     else:
         small = logits < -15.0
         inside = tl.where(small, 0.0, logits)
-        return tl.where(small, 0.5, _sigmoid(inside) / (2 * _softplus(inside)))
+        return tl.where(small, 0.5, _sigmoid(inside, True) / (2 * _softplus(inside, True)))
 
 
 @triton.jit
@@ -178,42 +180,41 @@ def _route_kernel(
     expert = column // SIZE * size + column % SIZE
     known = (column % SIZE < size) & (column // SIZE < num_groups)
     slot = tl.arange(0, SLOTS)
-    for block in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
-        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        here = row < num_tokens
-        rows = Logits + row[:, None] * stride_t
-        mask = here[:, None] & known[None, :] if PADDED else here[:, None]
-        logits = tl.load(rows + expert[None, :].to(tl.int64) * stride_e, mask=mask, other=float("-inf"))
-        values = logits
-        if HAS_CORRECTION or (TOP_GROUPS > 0 and BEST_TWO):
-            values = _score(logits, SCORE)
-        if HAS_CORRECTION:
-            values += tl.load(Correction + expert, mask=known, other=0.0)[None, :]
-        keys = _key(values)
-        if PADDED:
-            keys = tl.where(known[None, :], keys, _LEAST)
-        if TOP_GROUPS > 0:
-            kept = _in_best_groups(values, known, num_groups, ROWS, GROUPS, SIZE, TOP_GROUPS, BEST_TWO)
-            keys = tl.where(kept, keys, _LEAST)
-        columns, clear = _largest_if_clear(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
-        if tl.min(clear, 0) == 0:
-            columns = _largest(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
-        ids = columns // SIZE * size + columns % SIZE
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    here = row < num_tokens
+    rows = Logits + row[:, None] * stride_t
+    mask = here[:, None] & known[None, :] if PADDED else here[:, None]
+    logits = tl.load(rows + expert[None, :].to(tl.int64) * stride_e, mask=mask, other=float("-inf"))
+    values = logits
+    if HAS_CORRECTION or (TOP_GROUPS > 0 and BEST_TWO):
+        values = _score(logits, SCORE, False)
+    if HAS_CORRECTION:
+        values += tl.load(Correction + expert, mask=known, other=0.0)[None, :]
+    keys = _key(values)
+    if PADDED:
+        keys = tl.where(known[None, :], keys, _LEAST)
+    if TOP_GROUPS > 0:
+        kept = _in_best_groups(values, known, num_groups, ROWS, GROUPS, SIZE, TOP_GROUPS, BEST_TWO)
+        keys = tl.where(kept, keys, _LEAST)
+    columns, clear = _largest_if_clear(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
+    if tl.min(clear, 0) == 0:
+        columns = _largest(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
+    ids = columns // SIZE * size + columns % SIZE
 
-        used = here[:, None] & (slot < TOP_K)[None, :]
-        chosen = tl.load(rows + ids.to(tl.int64) * stride_e, mask=used, other=float("-inf"))
-        if NORMALIZE:
-            chosen = tl.where((slot < TOP_K)[None, :], _log_score(chosen, SCORE), float("-inf"))
-            exponentials, total, _ = _row_softmax(chosen)
-            weights = exponentials / total[:, None]
-        elif SCORE == "softmax":
-            _, total, largest = _row_softmax(logits)
-            weights = _exp(chosen - largest[:, None]) / total[:, None]
-        else:
-            weights = _score(chosen, SCORE)
-        places = row[:, None] * TOP_K + slot[None, :]
-        tl.store(Weights + places, weights * SCALE, mask=used)
-        tl.store(Ids + places, ids.to(tl.int64), mask=used)
+    used = here[:, None] & (slot < TOP_K)[None, :]
+    chosen = tl.load(rows + ids.to(tl.int64) * stride_e, mask=used, other=float("-inf"))
+    if NORMALIZE:
+        chosen = tl.where((slot < TOP_K)[None, :], _log_score(chosen, SCORE), float("-inf"))
+        exponentials, total, _ = _row_softmax(chosen, True)
+        weights = exponentials / total[:, None]
+    elif SCORE == "softmax":
+        _, total, largest = _row_softmax(logits, False)
+        weights = _exp(chosen - largest[:, None], True) / total[:, None]
+    else:
+        weights = _score(chosen, SCORE, True)
+    places = row[:, None] * TOP_K + slot[None, :]
+    tl.store(Weights + places, weights * SCALE, mask=used)
+    tl.store(Ids + places, ids.to(tl.int64), mask=used)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts"])
@@ -238,7 +239,7 @@ def _route_backward_kernel(
             out = tl.zeros((ROWS, EXPERTS), tl.float32)
         else:
             columns = row[:, None] * stride_t + expert[None, :].to(tl.int64) * stride_e
-            exponentials, total, _ = _row_softmax(tl.load(Logits + columns, mask=mask, other=float("-inf")))
+            exponentials, total, _ = _row_softmax(tl.load(Logits + columns, mask=mask, other=float("-inf")), False)
             out = exponentials * (-common / total)[:, None]
         for k in tl.static_range(TOP_K):
             chosen = tl.load(Ids + row * TOP_K + k, mask=here, other=0)
@@ -254,10 +255,9 @@ def _route_backward_kernel(
         tl.store(Out + row[:, None] * num_experts + expert[None, :], out, mask=mask)
 
 
-def _tile(num_tokens: int, columns: int, device: torch.device) -> tuple[int, int, int]:
-    """(rows of a tile, programs, warps of each). A warp has whole rows, unless one is too long for it."""
-    rows = max(1, min(32, 256 // columns))
-    return rows, min(ceil_div(num_tokens, rows), 32 * num_programs(device)), max(1, columns // 1024)
+def _shape_of_programs(columns: int) -> tuple[int, int]:
+    """(rows of a program, its warps). A warp has whole rows, unless one is too long for it."""
+    return max(1, min(32, 256 // columns)), max(1, columns // 1024)
 
 
 def route(
@@ -274,7 +274,7 @@ def route(
     """Experts of each token, in falling order of score plus bias, of equal ones the lowest first, and their weights.
 
     Args:
-        logits: [T, E] fp32, any strides; E and K of any size, though each of the K costs one pass over a row in registers.
+        logits: [T, E] fp32, any strides; a row is held in registers, and each of the K costs a pass over it.
         correction_bias: [E] fp32, or None.
         top_k, ..., group_score: as in `RouterConfig`.
     Returns:
@@ -292,9 +292,10 @@ def route(
     num_groups = num_groups if limited else 1
     size = next_power_of_2(E // num_groups)
     groups = next_power_of_2(num_groups)
-    rows, programs, warps = _tile(T, groups * size, logits.device)
+    rows, warps = _shape_of_programs(groups * size)
+    rows = max(rows, 2 if warps == 1 else 1)  # two rows hide each other's latencies
     launch(
-        _route_kernel, logits.device, (programs,),
+        _route_kernel, logits.device, (ceil_div(T, rows),),
         logits, correction_bias, weights, ids, *logits.stride(), T, E, num_groups,
         ROWS=rows, GROUPS=groups, SIZE=size, TOP_K=top_k, SLOTS=next_power_of_2(top_k),
         SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, HAS_CORRECTION=correction_bias is not None,
@@ -326,9 +327,9 @@ def route_backward(
     if T == 0:
         return out
     experts = next_power_of_2(num_experts)
-    rows, programs, warps = _tile(T, experts, grad.device)
+    rows, warps = _shape_of_programs(experts)
     launch(
-        _route_backward_kernel, grad.device, (programs,),
+        _route_backward_kernel, grad.device, (min(ceil_div(T, rows), 32 * num_programs(grad.device)),),
         grad, logits, weights, ids, out, *grad.stride(), *((0, 0) if logits is None else logits.stride()), T, num_experts,
         ROWS=rows, EXPERTS=experts, TOP_K=top_k, SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, num_warps=warps,
     )  # fmt: skip
