@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blocksparse_moe import sdd
+from blocksparse_moe_kernels import Topology
+from blocksparse_moe_kernels.launch import on_device
 from tests.support import DEVICE, HAS_CUDA
 
 if HAS_CUDA:
@@ -82,3 +87,41 @@ def test_launches_of_every_form():
             x, out = storage[start : start + 1000], torch.zeros(1000, dtype=torch.int64, device=DEVICE)
             launch(add_kernel, DEVICE, (8,), x, out, amount, size, BLOCK=128)
             assert torch.equal(out[:size], x[:size] + amount) and not out[size:].any()
+
+
+def test_cuda_is_called_once_in_each_thread_before_it_launches(monkeypatch):
+    calls = []
+
+    class Stream:
+        def record_event(self) -> None:
+            calls.append(threading.get_ident())
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    device = torch.device("cuda", 0)
+
+    def launches() -> None:
+        for _ in range(3):
+            with on_device(device), on_device(torch.device("cpu")):
+                pass
+
+    threads = [threading.Thread(target=launches) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert len(calls) == 2
+
+
+@pytest.mark.gpu
+def test_the_first_call_of_a_thread_may_make_a_tensor_map():
+    """Autograd's threads may not have called CUDA before; memory from torch's cache needs no call."""
+    E, H, F = 4, 256, 512
+    topology = Topology.from_counts(torch.full((E,), 300, device=DEVICE), 4 * 300)
+    x, w = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((4 * 300, H), (E, F, H)))
+    expected, found = sdd(x, w, topology, order="rows", backend="triton").values, []
+    spare = torch.empty_like(expected)
+    del spare  # what the call will be given
+    thread = threading.Thread(target=lambda: found.append(sdd(x, w, topology, order="rows", backend="triton").values))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -259,7 +260,23 @@ class ColumnTables:
         return cls(True, column_offsets(columns, topology.device), block_offsets(topology, columns))
 
 
+_threads = threading.local()
+
+
 def on_device(device: torch.device) -> AbstractContextManager:
     """Launch on the device of the tensors, whichever is current."""
-    elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
-    return torch.cuda.device(device) if elsewhere else nullcontext()
+    if device.type != "cuda":
+        return nullcontext()
+    elsewhere = device.index not in (None, torch.cuda.current_device())
+    guard = torch.cuda.device(device) if elsewhere else nullcontext()
+    if device not in vars(_threads):
+        _begin_thread(device, guard)
+    return guard
+
+
+def _begin_thread(device: torch.device, guard: AbstractContextManager) -> None:
+    """Have CUDA make its context current in this thread: autograd's may come here before it called CUDA at all, and tensor maps
+    cannot be made without (https://github.com/pytorch/pytorch/issues/124565). Recording an event is such a call."""
+    with guard:
+        torch.cuda.current_stream(device).record_event()
+    vars(_threads)[device] = True
