@@ -260,7 +260,14 @@ class ColumnTables:
         return cls(True, column_offsets(columns, topology.device), block_offsets(topology, columns))
 
 
-_threads = threading.local()
+class _Thread(threading.local):
+    """Of each thread, the devices on which it has called CUDA."""
+
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+
+
+_thread = _Thread()
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
@@ -269,7 +276,7 @@ def on_device(device: torch.device) -> AbstractContextManager:
         return nullcontext()
     elsewhere = device.index not in (None, torch.cuda.current_device())
     guard = torch.cuda.device(device) if elsewhere else nullcontext()
-    if device not in vars(_threads):
+    if device not in _thread.devices:
         _begin_thread(device, guard)
     return guard
 
@@ -279,4 +286,4 @@ def _begin_thread(device: torch.device, guard: AbstractContextManager) -> None:
     cannot be made without (https://github.com/pytorch/pytorch/issues/124565). Recording an event is such a call."""
     with guard:
         torch.cuda.current_stream(device).record_event()
-    vars(_threads)[device] = True
+    _thread.devices.add(device)
