@@ -1,4 +1,4 @@
-"""One rank of `test_router_losses.py`: what balances, over two processes, of halves of one batch.
+"""One rank of `test_router_losses.py`: what balances, over two processes, of halves of one batch; and a shared expert.
 
     torchrun --nproc-per-node 2 -m tests.balance_ranks FOLDER
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blocksparse_moe import Router, RouterConfig
+from blocksparse_moe import MoEConfig, Router, RouterConfig, dMoE
 from blocksparse_moe.router import BiasBalancer, GlobalLoad, load_balancing_loss
 
 
@@ -23,6 +23,15 @@ def router(state: dict[str, Tensor]) -> Router:
     made = Router(hidden_size, num_experts, RouterConfig(2, score="sigmoid", correction_bias=True))
     made.load_state_dict(state)
     return made
+
+
+def shared_alone(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Output of a layer whose routed experts give nil, and of its shared expert."""
+    torch.manual_seed(0)
+    layer = dMoE(MoEConfig(x.shape[1], 8, 4, shared_ffn_hidden_size=12, init_std=0.5))
+    with torch.no_grad():
+        layer.experts.down_proj.zero_()
+        return layer(x), layer.shared_expert(x)
 
 
 def main(folder: Path) -> None:
@@ -38,6 +47,7 @@ def main(folder: Path) -> None:
     dist.all_reduce(layer.weight.grad)
     balancer.step()
     found = {"grad": layer.weight.grad / 2, "losses": torch.stack(losses).detach(), "bias": layer.correction_bias}
+    found["shared"] = shared_alone(inputs["x"])
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -95,6 +95,18 @@ def test_the_op(score, normalize):
     torch.library.opcheck(torch.ops.blocksparse_moe.route.default, arguments)
 
 
+def test_second_order_gradients_say_what_to_do():
+    logits = leaf(randn(5, 6), torch.float32)
+    weights, _ = choose_experts(logits, None, RouterConfig(2), "triton")
+    (grad,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second-order gradients are not implemented"):
+        grad.sum().backward()
+    weights, _ = choose_experts(logits, None, RouterConfig(2), "torch")
+    (grad,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
+    grad.square().sum().backward()
+    assert logits.grad.isfinite().all()
+
+
 def test_the_op_does_not_keep_logits_that_it_can_do_without():
     logits, saved = leaf(randn(5, 6), torch.float32), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import MoEConfig, Router, RouterConfig, RouterOutput, dMoE
@@ -94,6 +95,25 @@ def test_padding_that_is_not_finite_harms_nothing():
     routing = routed(logits, 2)
     for loss in (load_balancing_loss, z_loss, importance_loss):
         assert loss(routing, mask=mask).isfinite()
+
+
+@pytest.mark.case("N4")
+def test_a_loss_is_there_when_it_is_read_and_costs_nothing_before():
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: set[str] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    layer, x = dMoE(MoEConfig(8, 12, 4), device=DEVICE), torch.randn(5, 8, device=DEVICE)
+    with Names() as forward:
+        _, routing = layer(x, return_routing=True)
+    with Names() as reading:
+        assert routing.load_balancing_loss.requires_grad and routing.z_loss.requires_grad
+    assert "logsumexp" in reading.names and "logsumexp" not in forward.names and "scatter_add" not in forward.names
 
 
 @pytest.mark.case("N6")
@@ -227,6 +247,7 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.case("R1")
 @pytest.mark.case("N5")
 @pytest.mark.case("N9")
 @pytest.mark.case("N10")
@@ -244,6 +265,7 @@ def test_two_ranks_are_as_one(two_ranks):
     for rank in found:
         torch.testing.assert_close(rank["grad"], layer.weight.grad)
         assert torch.equal(rank["bias"], layer.correction_bias)
+        assert torch.equal(*rank["shared"]), "a shared expert counts once, whatever the number of ranks"
     torch.testing.assert_close(torch.cat([rank["losses"] for rank in found]).mean(), loss.detach())
 
     _, found = two_ranks(micro_batches=4)

@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .define import define_op, differentiate
 
@@ -30,6 +31,7 @@ def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
+@once_differentiable
 def _backward(ctx, grad):
     x, weight = ctx.saved_tensors
     grad_x = grad_weight = None

@@ -68,3 +68,12 @@ _route_backward = define_op(
     _backward_fake,
 )
 differentiate("route", _backward, _setup)
+
+
+def _no_second_order(ctx, *grads):
+    raise NotImplementedError(
+        'route: second-order gradients are not implemented. Use operators of torch, as in Router(..., backend="torch").'
+    )
+
+
+differentiate("route_backward", _no_second_order, lambda ctx, inputs, output: None)
