@@ -186,6 +186,7 @@ def test_torch_agrees_with_the_oracle(problem):
     check(problem, "torch")
 
 
+@pytest.mark.slow
 @settings(max_examples=max(4, settings.default.max_examples // 8))
 @given(problem=problems())
 def test_triton_agrees_with_the_oracle(problem):

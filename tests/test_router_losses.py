@@ -48,6 +48,7 @@ def test_scale():
     assert load_balancing_loss(uniform, transformers_scale=True).item() == pytest.approx(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_the_scale_of_transformers(top_k):
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
