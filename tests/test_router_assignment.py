@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import MoEConfig, Router, RouterConfig, dMoE
 from blocksparse_moe.router import balanced_ids, record_routing, replay_routing
+from blocksparse_moe.router.assignment import within_top_p
+from blocksparse_moe.router.choice import choose_experts
 from blocksparse_moe_kernels import get_activation
 
 from .router_support import given_logits
@@ -108,6 +110,11 @@ def test_top_p_of_none_and_of_all():
     assert (one.expert_ids[:, 1:] == -1).all() and one.drop_rate.item() == pytest.approx(2 / 3)
     torch.testing.assert_close(one.weights[:, 0], torch.ones(20, device=DEVICE))
     assert torch.equal(all_of_them.expert_ids, plain.expert_ids) and plain.drop_rate == 0
+    bad = torch.randn(4, 6)
+    bad[1, 2], bad[2] = torch.nan, torch.inf
+    ids = choose_experts(bad.to(DEVICE), None, RouterConfig(3))[1]
+    _, ids = within_top_p(bad.to(DEVICE), torch.ones(4, 3, device=DEVICE), ids, RouterConfig(3, top_p=0.9))
+    assert all(len(set(row)) == 3 and min(row) >= 0 for row in ids[1:3].tolist())
     with pytest.raises(ValueError, match="top_p must be above 0; got 0"):
         RouterConfig(top_p=0.0)
 
@@ -138,7 +145,7 @@ def test_capacity(data):
     config = RouterConfig(top_k, normalize=False, capacity_factor=factor, drop=drop)
     logits = torch.randn(T, num_experts) + torch.arange(num_experts) * 0.5
     plain, routing = routed(logits, replace(config, capacity_factor=None)), routed(logits, config)
-    capacity = math.ceil(factor * T * top_k / num_experts)
+    capacity = math.ceil(round(factor * T * top_k / num_experts, 6))
     assert routing.expert_ids.tolist() == first_come(routing, capacity, drop == "probability", plain)
     assert not T or routing.tokens_per_expert.max() <= capacity
     dropped = routing.expert_ids == -1
@@ -217,6 +224,37 @@ def test_replay_under_activation_checkpointing(use_reentrant):
         replay_routing(layer.router, recording).__enter__()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_replay_does_not_guess_which_call_is_made_once_more(use_reentrant):
+    layer, x = layer_of(), torch.randn(20, H, device=DEVICE, requires_grad=True)
+    with record_routing(layer) as recording:
+        layer(x), layer(2 * x)
+    with replay_routing(layer, recording):
+        y = checkpoint(layer, x, use_reentrant=use_reentrant) + checkpoint(layer, 2 * x, use_reentrant=use_reentrant)
+        with pytest.raises(ValueError, match="'router' was called twice before a backward pass"):
+            y.sum().backward()
+    with pytest.raises(ValueError, match=r"\['router'\] were not called"), replay_routing(layer, recording):
+        pass
+
+
+def test_given_ids_are_not_left_out():
+    options = dict(expert_dropout=0.7, token_dropout=0.5, capacity_factor=0.3)
+    layer, x = layer_of(router=options), torch.randn(40, H, device=DEVICE)
+    routing = layer.router(x, expert_ids=balanced_ids(40, 2, E, DEVICE))
+    assert routing.drop_rate == 0 and routing.weights.isfinite().all() and (routing.weights > 0).all()
+
+
+@each_backend_slowly
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_no_bias_opens_a_closed_expert(backend, score):
+    config = RouterConfig(2, score=score, correction_bias=True, expert_dropout=0.7)
+    router = Router(16, 8, config, device=DEVICE, init_std=1.0, backend=backend)
+    router.correction_bias.copy_(torch.tensor([1.0] * 4 + [0.0] * 4))
+    for _ in range(10):
+        routing = router(torch.randn(32, 16, device=DEVICE))
+        assert routing.logits.gather(1, routing.expert_ids).isfinite().all() and routing.weights.isfinite().all()
+
+
 @each_backend_slowly
 def test_given_ids_through_the_layer(backend):
     layer, x = layer_of(backend), torch.randn(12, H, device=DEVICE)
@@ -228,7 +266,7 @@ def test_given_ids_through_the_layer(backend):
     not_here = torch.full((12, 2), -1, device=DEVICE)
     not_here[::2, 0] = E
     assert not layer(x, expert_ids=not_here).any()
-    for wrong in (forced.float(), forced[:5], forced.flatten()):
+    for wrong in (forced.float(), forced[:5], forced.flatten(), forced > 1, forced[:, :0]):
         with pytest.raises(ValueError, match=r"expert_ids must be integers \[12, K\]"):
             layer(x, expert_ids=wrong)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import subprocess
 import sys
@@ -202,6 +204,18 @@ def test_load_is_the_probability_of_being_chosen(options):
     assert router.weight.grad.isfinite().all() and router.weight.grad.any()
 
 
+def test_the_smooth_load_of_closed_experts_and_of_small_noise():
+    for seed in range(10):
+        torch.manual_seed(seed)
+        router = Router(4, 4, RouterConfig(2, learned_noise=True, expert_dropout=0.6), device=DEVICE)
+        load_loss(router(torch.randn(8, 4, device=DEVICE))).backward()
+        assert router.weight.grad.isfinite().all() and router.noise_weight.grad.isfinite().all()
+    router = Router(3, 4, RouterConfig(2, learned_noise=True), device=DEVICE)
+    torch.nn.init.constant_(router.noise_weight, -20)
+    router(torch.ones(3, 3, device=DEVICE)).weights[:, 0].sum().backward()
+    assert router.noise_weight.grad.isfinite().all()
+
+
 # -------------------------------------------------------------------- over micro-batches and ranks
 
 
@@ -347,6 +361,14 @@ def test_the_average_of_the_load_outlives_a_step():
         balancer.step()
     assert balancer._loads[0].tolist() == [2, 0, 6, 0]
     assert (router.correction_bias * 1e6).round().tolist() == [1, 2, -2, 2]  # 2 is the mean: no move at the second step
+
+
+def test_a_copy_of_a_balanced_model_has_its_own_counts():
+    model = layers(BALANCED)
+    balancer, copied = BiasBalancer(model), copy.deepcopy(model)
+    copied(torch.randn(30, 8, device=DEVICE))
+    assert balancer._counts == [None]
+    torch.save(model, io.BytesIO())
 
 
 def test_a_model_without_correction_biases():

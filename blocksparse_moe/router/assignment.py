@@ -37,7 +37,7 @@ def within_top_p(logits: Tensor, weights: Tensor, expert_ids: Tensor, config: Ro
     assert config.top_p is not None
     probability = log_scores(logits, config.score).softmax(dim=1).gather(1, expert_ids)
     before = probability.detach().cumsum(dim=1) - probability.detach()
-    wanted = before < config.top_p  # of the first it is nil
+    wanted = ~(before >= config.top_p)  # of the first it is nil; of a row that is not finite NaN, and all stay
     weights = weights.masked_fill(~wanted, 0)
     if config.normalize:
         weights = weights * (config.scaling_factor / weights.sum(dim=1, keepdim=True))
@@ -54,7 +54,7 @@ def within_capacity(weights: Tensor, expert_ids: Tensor, num_experts: int, confi
     if T == 0:
         return weights, expert_ids
     assert config.capacity_factor is not None
-    capacity = math.ceil(config.capacity_factor * T * top_k / num_experts)
+    capacity = math.ceil(config.capacity_factor * T * top_k / num_experts - 1e-9)  # 1.1 * 100 is 110
     experts = expert_ids.T.reshape(-1)
     if config.drop == "probability":
         order = weights.detach().T.reshape(-1).argsort(descending=True, stable=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,12 +50,9 @@ class BiasBalancer:
             )
         self._counts: list[Tensor | None] = [None] * len(self.routers)
         self._loads: list[Tensor | None] = [None] * len(self.routers)
-        self._hooks = [
-            router.register_forward_hook(lambda module, args, output, index=index: self._count(index, module, output))
-            for index, router in enumerate(self.routers)
-        ]
+        self._hooks = [router.register_forward_hook(partial(self._count, index)) for index, router in enumerate(self.routers)]
 
-    def _count(self, index: int, router: Router, routing: RouterOutput) -> None:
+    def _count(self, index: int, router: Router, args: Any, routing: RouterOutput) -> None:
         if router.training and not is_recomputed():
             so_far, counts = self._counts[index], routing.tokens_per_expert
             self._counts[index] = counts if so_far is None else so_far + counts

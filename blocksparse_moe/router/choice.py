@@ -25,6 +25,10 @@ def choose_experts(
         correction_bias: [E] fp32, or None.
         backend: "triton" makes it one kernel for up to `MAX_EXPERTS`, "torch" a dozen operators; "auto" chooses by device.
     """
+    if backend == "triton" and logits.shape[1] > MAX_EXPERTS:
+        raise NotImplementedError(
+            f"backend 'triton' chooses among at most {MAX_EXPERTS} experts; got {logits.shape[1]}. Use 'auto' or 'torch'."
+        )
     if choose(backend, logits.device, logits.dtype)[0] == "triton" and logits.shape[1] <= MAX_EXPERTS:
         groups = (config.num_groups, config.top_groups, config.group_score)
         weigh = (config.normalize, config.score, config.scaling_factor)
@@ -59,10 +63,11 @@ def _best(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) 
     """[T, K] int64, the experts that are chosen."""
     # Every score grows with its logit, and logits tell apart what scores round to one number.
     limited = config.top_groups < config.num_groups
-    needs_scores = correction_bias is not None or (limited and config.group_score == "best_two")
+    by_two = config.group_score == "best_two" and config.num_groups < logits.shape[1]
+    needs_scores = correction_bias is not None or (limited and by_two)
     values = scores(logits, config.score) if needs_scores else logits
     if correction_bias is not None:
-        values = values + correction_bias
+        values = (values + correction_bias).masked_fill(logits == -torch.inf, -torch.inf)  # no bias opens a closed expert
     if limited:
         values = _of_best_groups(values, config)
     return _largest(values, config.top_k)
@@ -77,7 +82,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
     above, level = values > least, values == least
     room = count - above.sum(dim=-1, keepdim=True)
     wanted = above | (level & (level.cumsum(dim=-1, dtype=torch.int16) <= room))
-    columns = values.masked_fill(~wanted, -torch.inf).topk(count, dim=-1).indices.sort(dim=-1).values
+    columns = wanted.to(torch.int8).topk(count, dim=-1).indices.sort(dim=-1).values
     falling = values.gather(1, columns).sort(dim=-1, descending=True, stable=True).indices
     return columns.gather(1, falling)
 

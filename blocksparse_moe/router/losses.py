@@ -88,7 +88,8 @@ def importance_loss(routing: RouterOutput, *, mask: Tensor | None = None) -> Ten
 
 def load_loss(routing: RouterOutput, *, mask: Tensor | None = None) -> Tensor:
     """The squared coefficient of variation of a smooth estimate of the load: for each token and expert the probability that
-    the expert would be chosen, were its noise alone drawn anew.
+    the expert would be among the K largest logits, were its noise alone drawn anew. Correction biases, groups, top-p and
+    capacities are not looked at; closed experts have none.
 
     Raises:
         ValueError: the router drew no noise (`noise` or `learned_noise`, while training), or K = E.
@@ -102,7 +103,9 @@ def load_loss(routing: RouterOutput, *, mask: Tensor | None = None) -> Tensor:
     best = routing.logits.topk(top_k + 1, dim=1).values
     is_chosen = routing.logits > best[:, -1:]
     others = torch.where(is_chosen, best[:, -1:], best[:, -2:-1])  # the K-th best of the other experts
-    probability = torch.special.ndtr((routing.clean_logits - others) / routing.noise_scale)
+    is_closed, is_free = routing.logits == -torch.inf, others == -torch.inf  # free: too few others are open
+    margin = (routing.clean_logits - others.masked_fill(is_free, 0)) / routing.noise_scale
+    probability = torch.special.ndtr(margin).masked_fill(is_free, 1).masked_fill(is_closed, 0)
     if mask is not None:
         probability = probability.where(_flat_mask("load_loss", routing, mask)[:, None], 0)
     return _squared_variation(probability.sum(dim=0))

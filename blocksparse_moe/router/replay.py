@@ -48,16 +48,22 @@ def replay_routing(model: nn.Module, recording: Recording) -> Iterator[None]:
     """Inside, the routers of the model choose what was recorded, call by call; weights are of the logits of now.
 
     Raises:
-        ValueError: the recording has other routers than the model, or a router is called more often than was recorded.
+        ValueError: the recording has other routers than the model, or a router is called more often than was recorded, or
+            not at all; or twice before activation checkpointing makes a call once more, which could be either. Run backward
+            inside, after each call.
     """
     routers = _routers(model)
     if recording.keys() != {name for name, _ in routers}:
         raise ValueError(f"replay_routing: the recording is of the routers {[*recording]}; the model has {[*dict(routers)]}.")
-    calls = dict.fromkeys(recording, 0)
+    calls, since = dict.fromkeys(recording, 0), dict.fromkeys(recording, 0)
 
     def give(router: Router, args: tuple, kwargs: dict[str, Any], *, name: str) -> tuple[tuple, dict[str, Any]]:
-        if not is_recomputed():  # a call that is made once more is the last one
-            calls[name] += 1
+        if not is_recomputed():
+            calls[name], since[name] = calls[name] + 1, since[name] + 1
+        elif since[name] > 1:
+            raise ValueError(f"replay_routing: {name!r} was called twice before a backward pass; run it after each call.")
+        else:  # the last call, made once more
+            since[name] = 0
         if calls[name] > len(recording[name]):
             raise ValueError(f"replay_routing: {name!r} is called more often than the {len(recording[name])} recorded times.")
         return args, kwargs | {"expert_ids": recording[name][calls[name] - 1]}
@@ -65,6 +71,9 @@ def replay_routing(model: nn.Module, recording: Recording) -> Iterator[None]:
     hooks = [router.register_forward_pre_hook(partial(give, name=name), with_kwargs=True) for name, router in routers]
     try:
         yield
+        unused = [name for name in recording if recording[name] and not calls[name]]
+        if unused:
+            raise ValueError(f"replay_routing: {unused} were not called. A compiled model must be compiled inside.")
     finally:
         for hook in hooks:
             hook.remove()

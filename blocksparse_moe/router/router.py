@@ -87,39 +87,49 @@ class Router(nn.Module):
             clean_logits, noise_scale = logits, self._noise_scale(x) if self.training else None
             if noise_scale is not None:
                 logits = logits + noise_scale * torch.randn_like(logits)
-            if self.training and self.config.expert_dropout:
+            if self.training and self.config.expert_dropout and expert_ids is None:
                 logits = self._with_closed_experts(logits)
-            if expert_ids is None:
-                weights, expert_ids = choose_experts(logits, self.correction_bias, self.config, self.backend)
-                if self.config.top_p is not None:
-                    weights, expert_ids = within_top_p(logits, weights, expert_ids, self.config)
-            else:
+            if expert_ids is not None:
                 expert_ids = self._given(expert_ids, x)
                 weights = weigh(logits, expert_ids, self.config)
-            if self.training and self.config.token_dropout:
-                bypasses = torch.rand(len(x), 1, device=x.device) < self.config.token_dropout
-                weights, expert_ids = weights.masked_fill(bypasses, 0), expert_ids.masked_fill(bypasses, -1)
-            if self.config.capacity_factor is not None:
-                weights, expert_ids = within_capacity(weights, expert_ids, logits.shape[1], self.config)
+            else:
+                weights, expert_ids = self._chosen(logits)
         if noise_scale is None:
             return RouterOutput(logits, weights, expert_ids, self.config.score)
         return RouterOutput(logits, weights, expert_ids, self.config.score, clean_logits, noise_scale)
 
+    def _chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and ids of the router's own choice, without what is left out."""
+        config = self.config
+        weights, expert_ids = choose_experts(logits, self.correction_bias, config, self.backend)
+        if config.top_p is not None:
+            weights, expert_ids = within_top_p(logits, weights, expert_ids, config)
+        if self.training and config.token_dropout:
+            bypasses = torch.rand(len(logits), 1, device=logits.device) < config.token_dropout
+            weights, expert_ids = weights.masked_fill(bypasses, 0), expert_ids.masked_fill(bypasses, -1)
+        if config.capacity_factor is not None:
+            weights, expert_ids = within_capacity(weights, expert_ids, logits.shape[1], config)
+        return weights, expert_ids
+
     def _given(self, expert_ids: Tensor, x: Tensor) -> Tensor:
         """Expert ids that were given, int64, with -1 for all that are no expert's."""
-        if expert_ids.is_floating_point() or expert_ids.ndim != 2 or len(expert_ids) != len(x):
-            raise ValueError(
-                f"Router: expert_ids must be integers [{len(x)}, K]; got {expert_ids.dtype} {list(expert_ids.shape)}."
-            )
+        wanted = f"Router: expert_ids must be integers [{len(x)}, K]"
+        if not isinstance(expert_ids, Tensor):
+            raise TypeError(f"{wanted}; got {type(expert_ids).__name__}. Make a tensor with torch.as_tensor.")
+        dtype, shape = expert_ids.dtype, expert_ids.shape
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        if not is_integer or len(shape) != 2 or shape[0] != len(x) or shape[1] == 0:
+            raise ValueError(f"{wanted}; got {dtype} {list(shape)}.")
         ids = expert_ids.to(x.device, torch.int64)
         return ids.masked_fill((ids < 0) | (ids >= len(self.weight)), -1)
 
     def _noise_scale(self, x: Tensor) -> Tensor | None:
         """Standard deviation of the noise of training, [T, E] or []; None for none."""
         fixed = self.config.noise
-        if self.noise_weight is not None:
-            return (F.softplus(gate_logits(x, self.noise_weight)).square() + fixed**2).sqrt()
-        return torch.full((), fixed, device=x.device) if fixed else None
+        if self.noise_weight is None:
+            return torch.full((), fixed, device=x.device) if fixed else None
+        learned = F.softplus(gate_logits(x, self.noise_weight))
+        return (learned.square() + fixed**2).sqrt() if fixed else learned
 
     def _with_closed_experts(self, logits: Tensor) -> Tensor:
         """-inf for experts that are closed to all tokens; K stay open."""

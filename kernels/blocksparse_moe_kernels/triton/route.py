@@ -190,6 +190,7 @@ def _route_kernel(
         values = _score(logits, SCORE, False)
     if HAS_CORRECTION:
         values += tl.load(Correction + expert, mask=known, other=0.0)[None, :]
+        values = tl.where(logits == float("-inf"), float("-inf"), values)  # no bias opens a closed expert
     keys = _key(values)
     if PADDED:
         keys = tl.where(known[None, :], keys, _LEAST)
