@@ -15,9 +15,9 @@ def weigh(logits: Tensor, expert_ids: Tensor, config: RouterConfig) -> Tensor:
     """[T, K] fp32: weights of given experts, as of those that a router chose itself; 0 where the id is no expert's.
 
     Args:
-        logits: [T, E] fp32. expert_ids: [T, K] int64.
+        logits: [T, E] fp32. expert_ids: [T, K] int64, -1 for no expert.
     """
-    here = (expert_ids >= 0) & (expert_ids < logits.shape[1])
+    here = expert_ids >= 0
     columns = expert_ids.where(here, 0)
     if config.normalize:
         chosen = log_scores(logits, config.score).gather(1, columns).masked_fill(~here, -torch.inf)
