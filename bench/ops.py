@@ -39,6 +39,15 @@ def dMoE(case: Case, choice: Choice) -> list[Task]:
     return _layer_tasks("dMoE", case, choice, layers, partial(_expected_module, case, x, gate), {})
 
 
+def monitor(case: Case, choice: Choice) -> list[Task]:
+    """The whole layer with a `MoEMonitor` of it and without, step by step; long windows have what it measures at intervals."""
+    x, gate = make_router(case)
+    layers = []
+    for backend in choice.backends_for(case):
+        layers += [_our_module(case, x, gate, backend), _our_module(case, x, gate, backend, watched=True)]
+    return _layer_tasks("monitor", case, choice, layers, partial(_expected_module, case, x, gate), {})
+
+
 def _layer_tasks(
     op: str,
     case: Case,
@@ -80,7 +89,7 @@ def _our_layer(case: Case, backend: str) -> Layer:
     return Layer(name_of(backend), "ours", leaves, forward)
 
 
-def _our_module(case: Case, x: Tensor, gate: Tensor, backend: str) -> Layer:
+def _our_module(case: Case, x: Tensor, gate: Tensor, backend: str, *, watched: bool = False) -> Layer:
     """The module on given hidden states [T, H] and gate [E, H]; its leaves are x, the gate and the weights of the experts."""
     shape = case.shape
     config = blocksparse_moe.MoEConfig(shape.H, shape.F, shape.E, router=_router_config(case))
@@ -88,7 +97,17 @@ def _our_module(case: Case, x: Tensor, gate: Tensor, backend: str) -> Layer:
     x, _, up_proj, down_proj = replace(case, x=x).leaves()
     leaves = (x, nn.Parameter(gate), nn.Parameter(up_proj.detach()), nn.Parameter(down_proj.detach()))
     _, module.router.weight, module.experts.gate_up_proj, module.experts.down_proj = leaves
-    return Layer(name_of(backend), "ours", leaves, lambda: module(x))
+    if not watched:
+        return Layer(name_of(backend), "ours", leaves, lambda: module(x))
+    for weight in leaves[1:]:
+        weight.grad = torch.zeros_like(weight)  # what the monitor finds there
+    watch = blocksparse_moe.MoEMonitor(module)
+
+    def forward() -> Tensor:
+        watch.step()
+        return module(x)
+
+    return Layer(f"{name_of(backend)} watched", "ours", leaves, forward)
 
 
 def _router_config(case: Case) -> blocksparse_moe.RouterConfig:
@@ -265,6 +284,7 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
     op.__name__: op
     for op in (
         dMoE,
+        monitor,
         expert_mlp,
         decoder_layer,
         router,

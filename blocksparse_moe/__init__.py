@@ -12,6 +12,7 @@ from blocksparse_moe_kernels import BlockSparse, Columns, Topology
 
 from .integrations.huggingface import patch_huggingface, register_huggingface, supports, unpatch_huggingface
 from .moe import Experts, MoEConfig, dMoE
+from .monitor import MoEMonitor
 from .ops import combine, dsd, expert_mlp, sdd
 from .router import Router, RouterConfig, RouterOutput
 
@@ -22,6 +23,7 @@ __all__ = [
     "Columns",
     "Experts",
     "MoEConfig",
+    "MoEMonitor",
     "Router",
     "RouterConfig",
     "RouterOutput",

@@ -1,4 +1,4 @@
-"""One rank of `test_router_losses.py`: what balances, over two processes, of halves of one batch; and a shared expert.
+"""One rank of `test_router_losses.py`: what balances, over two processes, of halves of one batch; a shared expert, a monitor.
 
     torchrun --nproc-per-node 2 -m tests.balance_ranks FOLDER
 
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blocksparse_moe import MoEConfig, Router, RouterConfig, dMoE
+from blocksparse_moe import MoEConfig, MoEMonitor, Router, RouterConfig, dMoE
+from blocksparse_moe.monitor import SCALARS
 from blocksparse_moe.router import BiasBalancer, GlobalLoad, load_balancing_loss
 
 
@@ -34,6 +35,19 @@ def shared_alone(x: Tensor) -> tuple[Tensor, Tensor]:
         return layer(x), layer.shared_expert(x)
 
 
+def watched(x: Tensor, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """What a monitor read after two steps of the same tokens."""
+    torch.manual_seed(0)
+    layer = dMoE(MoEConfig(x.shape[1], 8, 4, init_std=0.5))
+    monitor = MoEMonitor(layer, group=group)
+    for _ in range(2):
+        layer(x)
+        monitor.step()
+    (reading,) = monitor.read()
+    counted = {name: torch.tensor(reading.scalars[name]) for name in SCALARS if name not in ("changed", "gate_norm")}
+    return counted | {"load": reading.experts["load"], "history": reading.history}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -48,6 +62,7 @@ def main(folder: Path) -> None:
     balancer.step()
     found = {"grad": layer.weight.grad / 2, "losses": torch.stack(losses).detach(), "bias": layer.correction_bias}
     found["shared"] = shared_alone(inputs["x"])
+    found["watched"] = watched(inputs["x"].chunk(2)[rank], dist.group.WORLD)
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

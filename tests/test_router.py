@@ -277,12 +277,35 @@ def test_training_is_disturbed_by_the_seed_and_inference_is_not(options):
 
 
 def test_jitter_multiplies_the_input_and_can_be_annealed():
-    router, x = given_logits(torch.full((4000, 4), 2.0), 2, normalize=True)
+    x = torch.full((4000, 4), 2.0, device=DEVICE)
+    router = Router(4, 4, RouterConfig(2, jitter=0.1), device=DEVICE)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    assert 1.8 <= router(x).logits.min() < 1.81
     router.jitter = 0.25
     logits = router(x).logits
     assert 1.5 <= logits.min() < 1.51 and 2.49 < logits.max() <= 2.5
     router.jitter = 0.0
     assert torch.equal(router(x).logits, x)
+    with pytest.raises(ValueError, match="made without jitter"):
+        Router(4, 4, RouterConfig(2)).jitter = 0.1
+    with pytest.raises(ValueError, match="jitter must be at least 0 and below 1"):
+        router.jitter = 1.0
+
+
+@pytest.mark.slow
+def test_annealed_jitter_is_not_compiled_anew():
+    router = Router(4, 4, RouterConfig(2, jitter=0.1), device=DEVICE)
+    x = torch.full((64, 4), 2.0, device=DEVICE)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    compiled = torch.compile(router, fullgraph=True)
+    compiled(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for eps in (0.05, 0.0):
+            router.jitter = eps
+            spread = (compiled(x).logits - 2).abs().max().item()
+            assert spread == 0 if eps == 0 else 0.08 < spread <= 0.1
 
 
 def test_learned_noise_is_learned():

@@ -268,7 +268,7 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.case("N10")
 def test_two_ranks_are_as_one(two_ranks):
     """Half of the tokens on each: averaged gradients, mean loss and moved biases are those of the whole batch."""
-    from .balance_ranks import router
+    from .balance_ranks import router, watched
 
     inputs, found = two_ranks(micro_batches=1)
     layer = router(inputs["state"])
@@ -280,6 +280,8 @@ def test_two_ranks_are_as_one(two_ranks):
     for rank in found:
         torch.testing.assert_close(rank["grad"], layer.weight.grad)
         assert torch.equal(rank["bias"], layer.correction_bias)
+        for name, value in watched(inputs["x"], None).items():
+            torch.testing.assert_close(rank["watched"][name], value, msg=name)
         assert torch.equal(*rank["shared"]), "a shared expert counts once, whatever the number of ranks"
     torch.testing.assert_close(torch.cat([rank["losses"] for rank in found]).mean(), loss.detach())
 

@@ -140,7 +140,7 @@ def train(settings: Settings, text: Text, observer: Observer) -> Results | None:
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(settings.seed)
-    model = transformers.MixtralForCausalLM(_config(settings)).to(settings.torch_device, settings.torch_dtype)
+    model = transformers.MixtralForCausalLM(model_config(settings)).to(settings.torch_device, settings.torch_dtype)
     ours = Training(OURS, model)
     try:
         handle = patch_huggingface(ours.model, backend=settings.backend)
@@ -196,7 +196,7 @@ def _learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * min(1, (step + 1) / WARM_UP_STEPS) * (1 - 0.9 * step / steps)
 
 
-def _config(settings: Settings) -> transformers.MixtralConfig:
+def model_config(settings: Settings) -> transformers.MixtralConfig:
     """Small enough for two CPU cores. Auxiliary loss as in Mixtral; attention in plain torch, the same bits every time."""
     return transformers.MixtralConfig(
         vocab_size=256,

@@ -50,7 +50,7 @@ class RouterConfig:
 
     Attributes:
         jitter: eps of a factor drawn from [1 - eps, 1 + eps] for each element of the router's input. Switch Transformer,
-            arXiv:2101.03961. To anneal it, set `router.jitter` from step to step.
+            arXiv:2101.03961. To anneal it, set `router.jitter` from step to step; this is where it begins.
         noise: standard deviation of gaussian noise on the logits.
         learned_noise: gaussian noise on the logits of standard deviation softplus(x W_noise), W_noise a parameter
             `noise_weight` [E, H] of zeros at first. Shazeer et al., arXiv:1701.06538.

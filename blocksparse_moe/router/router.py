@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..autocast import without_autocast
 from ..backends import check_name
+from ..checks import number
 from .assignment import weigh, within_capacity, within_top_p
 from .choice import choose_experts
 from .config import RouterConfig
@@ -64,7 +65,8 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", correction)
         noise_weight = nn.Parameter(torch.empty_like(self.weight)) if config.learned_noise else None
         self.register_parameter("noise_weight", noise_weight)
-        self.jitter = config.jitter
+        # A tensor, so that compiled code sees it change and is not compiled anew; on the host, as it is set there.
+        self._jitter = torch.tensor(config.jitter, dtype=torch.float32, device="cpu")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -72,6 +74,20 @@ class Router(nn.Module):
         for parameter in (self.bias, self.correction_bias, self.noise_weight):
             if parameter is not None:
                 nn.init.zeros_(parameter)
+
+    @property
+    def jitter(self) -> float:
+        """The eps of `RouterConfig.jitter` now; set it from step to step to anneal it."""
+        return self._jitter.item()
+
+    @jitter.setter
+    def jitter(self, eps: float) -> None:
+        number("Router", "jitter", eps, at_least=0, below=1)
+        if eps and not self.config.jitter:
+            raise ValueError(
+                "Router: this router was made without jitter; give RouterConfig(jitter=...) the value to begin with."
+            )
+        self._jitter.fill_(eps)
 
     def forward(self, x: Tensor, *, expert_ids: Tensor | None = None) -> RouterOutput:
         if not x.is_floating_point():
@@ -81,8 +97,8 @@ class Router(nn.Module):
                 f"Router: the hidden states are on {x.device} and the weight on {self.weight.device}; move one with .to()."
             )
         with without_autocast(x.device):
-            if self.training and self.jitter:
-                x = x * torch.empty_like(x, dtype=torch.float32).uniform_(1 - self.jitter, 1 + self.jitter)
+            if self.training and self.config.jitter:
+                x = x * (1 + self._jitter * torch.empty_like(x, dtype=torch.float32).uniform_(-1, 1))
             logits = gate_logits(x, self.weight, self.bias, narrow=self.config.narrow_gate)
             clean_logits, noise_scale = logits, self._noise_scale(x) if self.training else None
             if noise_scale is not None:
