@@ -1,7 +1,7 @@
 """Watching MoE layers: load, routers and experts, in our layers and in those of transformers.
 
 monitor.py   MoEMonitor
-layers.py    the layers of a model that can be watched
+layer.py     what it wants of a layer; layers.py, huggingface.py: ours, and those of transformers
 counters.py  what is counted on the device
 reading.py   metrics, and how they follow from what was counted
 writers.py   JSON lines, TensorBoard, Prometheus, PNG, terminal

@@ -16,7 +16,8 @@ from ..checks import number, one_of, positive_integer
 from ..router.balancing import is_recomputed
 from .alarms import Alarm
 from .counters import Counters, over_window
-from .layers import ExpertWeight, Layer, find_layers
+from .layer import ExpertWeight, Layer
+from .layers import find_layers
 from .reading import LayerReading, Reading, measure
 from .writers import Writer
 
@@ -144,7 +145,7 @@ class _WatchedLayer:
         if self.is_due and x is not None and len(x):
             with without_autocast(x.device):
                 if self._sample is not None:
-                    former, best = self._sample
+                    former, best = (kept.to(x.device) for kept in self._sample)
                     now = self.layer.logits_of(former).argmax(dim=1)
                     self.measured["changed"] = (now != best).double().mean()
                 kept = x[: self.monitor.sample].detach().clone()
@@ -205,8 +206,9 @@ class _WatchedLayer:
             dist.all_reduce(counted[-1:], op=dist.ReduceOp.MAX, group=self.monitor.group)
             dist.all_reduce(history, group=self.monitor.group)
         nothing = counted.new_full((E,), torch.nan)
-        single = [self.measured.get(name, nothing[0]) for name in ("changed", "gate_norm")]
-        several = [self.measured.get(name, nothing) for name in ("output_norm", "weight_norm", "gradient_norm")]
+        measured = {name: value.to(counted.device) for name, value in self.measured.items()}  # the layer may have moved
+        single = [measured.get(name, nothing[0]) for name in ("changed", "gate_norm")]
+        several = [measured.get(name, nothing) for name in ("output_norm", "weight_norm", "gradient_norm")]
         flat = torch.cat((counted, history.flatten(), torch.stack(single), *several)).cpu()
         counted, history, single_values, *rows = flat.split([len(counted), history.numel(), 2, E, E, E])
         scalars, load = measure(counted, E)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import number
-from .layers import ExpertWeight, Layer, find_layers
+from .layer import ExpertWeight, Layer
+from .layers import find_layers
 
 
 @torch.no_grad()

@@ -29,12 +29,14 @@ class Adapter:
         up: name of the up-projection, whose device and dtype choose the backend.
         holders: names of the parts that hold the weights, where it is not the module itself.
         act_fn: name of the activation function; None where the activation is not between two products.
+        logits: place of the logits in what the `router` inside the module returns; None for a module that is handed the ids.
     """
 
     forward: Callable[..., Any]
     up: str
     act_fn: str | None
     holders: tuple[str, ...] = ()
+    logits: int | None = None
 
     def why_not(self, module: nn.Module) -> str | None:
         """Why the module's weights are not what they should be read as; None when they are."""
@@ -143,8 +145,8 @@ def _step3p7(
 
 ADAPTERS = {
     "DbrxExperts": Adapter(_dbrx, "mlp.w1", None, ("mlp",)),
-    "JetMoeMoE": Adapter(_jetmoe, "input_linear.weight", "activation", ("input_linear", "output_linear")),
-    "Llama4TextMoe": Adapter(_llama4, "experts.gate_up_proj", "experts.act_fn", ("experts",)),
+    "JetMoeMoE": Adapter(_jetmoe, "input_linear.weight", "activation", ("input_linear", "output_linear"), logits=4),
+    "Llama4TextMoe": Adapter(_llama4, "experts.gate_up_proj", "experts.act_fn", ("experts",), logits=1),
     "LongcatFlashExperts": Adapter(_longcat_flash, "gate_up_proj", "act_fn"),
     "Step3p7Experts": Adapter(_step3p7, "gate_up_proj", "act_fn"),
 }
