@@ -79,6 +79,9 @@ def demo(
     except DemoError as error:
         typer.echo(f"blocksparse-moe demo: {error}", err=True)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("\nblocksparse-moe demo: ended by Ctrl-C; nothing was written.", err=True)
+        raise typer.Exit(130) from None
     raise typer.Exit(code)
 
 

@@ -21,7 +21,7 @@ from blocksparse_moe_kernels.launch import check_type
 
 from .autocast import autocast_dtype
 from .backends import ExpertSpec, ExpertWeights, check_name, report, select
-from .checks import positive_integer
+from .checks import number, positive_integer
 from .router import Router, RouterConfig, RouterOutput
 
 
@@ -74,6 +74,7 @@ class MoEConfig:
             raise ValueError("MoEConfig: shared_gate needs a shared expert; give shared_ffn_hidden_size.")
         for name in ("bias", "recompute", "shared_gate"):
             check_type("MoEConfig", name, getattr(self, name), bool, "Give True or False.")
+        number("MoEConfig", "init_std", self.init_std, at_least=0)
         check_type("MoEConfig", "router", self.router, RouterConfig, "Give RouterConfig(top_k=...).")
         self.router.check("MoEConfig", self.num_experts)
         get_activation(self.activation)

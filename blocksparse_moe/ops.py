@@ -181,6 +181,9 @@ def expert_mlp(
     up_proj, down_proj, up_proj_bias, widths = _expert_weights(
         topology, up_proj, down_proj, up_proj_bias, columns, *halves_of(activation)
     )
+    check_shape("expert_mlp", "x", x, ((topology.num_tokens, up_proj.shape[-1]),))
+    if down_proj_bias is not None:
+        check_shape("expert_mlp", "down_proj_bias", down_proj_bias, ((topology.num_experts, up_proj.shape[-1]),))
     up_proj, up_proj_bias, activation = _side_by_side(up_proj, up_proj_bias, activation)
     chosen = _choose(backend, up_proj)
     arguments = (*flatten(topology, chosen), widths, activation, chosen)

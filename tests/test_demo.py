@@ -324,6 +324,23 @@ def test_interrupt_of_the_process(tmp_path):
     assert errors == ""
 
 
+@pytest.mark.slow
+def test_interrupt_while_modules_are_loaded():
+    code = "import signal; from blocksparse_moe.demo import _ctrl_c_ends_at_once as ends\nwith ends(): signal.raise_signal(2)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 130
+    assert done.stderr.strip() == "blocksparse-moe demo: ended by Ctrl-C; nothing was written."
+
+
+@pytest.mark.slow
+def test_gradients_that_are_nil_but_for_rounding(tmp_path):
+    """Attention among equal bytes."""
+    text = tmp_path / "text"
+    text.write_bytes(b"a" * 100)
+    result = demo("--steps", "1", "--batch-size", "1", "--sequence-length", "3", "--text", text, "--output", tmp_path)
+    assert result.exit_code == 0, result.stdout
+
+
 # ---------------------------------------------------------------- what it refuses
 
 

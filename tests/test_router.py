@@ -308,6 +308,13 @@ def test_annealed_jitter_is_not_compiled_anew():
             assert spread == 0 if eps == 0 else 0.08 < spread <= 0.1
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (1, 3, 4), (4,)])
+def test_refuses_other_shapes(shape):
+    router = Router(4, 3, RouterConfig(2), device=DEVICE)
+    with pytest.raises(ValueError, match=r"Router: hidden states must be \[T, 4\]; got"):
+        router(torch.randn(shape, device=DEVICE))
+
+
 def test_learned_noise_is_learned():
     router = Router(6, 4, RouterConfig(2, learned_noise=True), device=DEVICE)
     x = torch.zeros(20_000, 6, device=DEVICE)

@@ -9,7 +9,11 @@ report      the terminal and the two pictures
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -46,8 +50,9 @@ def run(settings: Settings) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no blocks to draw with gets question marks
 
-    from .report import Report
-    from .training import train
+    with _ctrl_c_ends_at_once():
+        from .report import Report
+        from .training import train
 
     report = Report(Console())
     results = train(settings, text, report)
@@ -60,6 +65,21 @@ def run(settings: Settings) -> int:
     if results.interrupted:
         return INTERRUPTED
     return 0 if all(check.holds for check in results.checks) else 1
+
+
+@contextmanager
+def _ctrl_c_ends_at_once() -> Iterator[None]:
+    """While modules are loaded: an interrupted import may be swallowed, or leave anything behind."""
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"\nblocksparse-moe demo: ended by Ctrl-C; nothing was written.\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _check_writable(folder: Path) -> None:

@@ -94,6 +94,8 @@ class RouterConfig:
                 object.__setattr__(self, name, positive_integer("RouterConfig", name, getattr(self, name)))
         if self.top_p is not None:
             number("RouterConfig", "top_p", self.top_p, above=0)
+            if self.top_p > 1:
+                raise ValueError(f"RouterConfig: top_p is a probability, at most 1; got {self.top_p}. None takes always K.")
         if self.capacity_factor is not None:
             number("RouterConfig", "capacity_factor", self.capacity_factor, above=0)
         for name in ("jitter", "token_dropout", "expert_dropout"):

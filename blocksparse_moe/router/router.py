@@ -33,7 +33,7 @@ class Router(nn.Module):
         `config.learned_noise`, `noise_weight` [E, H]; with `config.correction_bias` a buffer of that name, [E], which stays
         fp32 when the module is cast.
     Raises:
-        ValueError: x is not on the device of the weight; TypeError: x has no floating dtype.
+        ValueError: x is not [T, H], or not on the device of the weight; TypeError: x has no floating dtype.
     Oracle: reference.router.
     """
 
@@ -92,6 +92,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, *, expert_ids: Tensor | None = None) -> RouterOutput:
         if not x.is_floating_point():
             raise TypeError(f"Router: hidden states must have a floating dtype; got {x.dtype}. Convert them, as by .float().")
+        if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ValueError(f"Router: hidden states must be [T, {self.weight.shape[1]}]; got {list(x.shape)}.")
         if x.device != self.weight.device:
             raise ValueError(
                 f"Router: the hidden states are on {x.device} and the weight on {self.weight.device}; move one with .to()."

@@ -42,6 +42,10 @@ class Columns:
     @classmethod
     def equal(cls, width: int, num_experts: int) -> Columns:
         """The same number of columns for every expert."""
+        try:
+            width, num_experts = index(width), index(num_experts)
+        except TypeError:
+            raise TypeError(f"Columns.equal: both must be integers; got {width!r} and {num_experts!r}.") from None
         if num_experts < 1 or width < 1:
             raise ValueError(f"Columns: every expert needs at least one column; got {width} columns for {num_experts} experts.")
         return cls(num_experts, width)

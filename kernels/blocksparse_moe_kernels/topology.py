@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,7 +123,9 @@ class Topology:
         num_tokens, top_k = expert_ids.shape
         _check_ids("Topology.from_ids", "expert_ids", expert_ids, num_experts)
         if has_kernel(expert_ids.device, num_experts):
-            block_m = block_ms[0] if block_ms else choose_block_m(expert_ids.numel(), num_experts)
+            block_m = (
+                block_ms[0] if isinstance(block_ms, Sequence) and block_ms else choose_block_m(expert_ids.numel(), num_experts)
+            )
             tokens, slots, rows, offsets, by_size, tiles, num_tiles = sort_ids(expert_ids, num_experts, block_m)
             topology = cls(
                 tokens, slots, rows, offsets, num_tokens, schedules=(Schedule(block_m, tiles, num_tiles),), by_size=by_size
@@ -150,7 +153,10 @@ class Topology:
                 "Topology.from_counts: counts must be [E] and num_rows at least 0; "
                 f"got shape {tuple(counts.shape)} and {num_rows}."
             )
-        _check_ids("Topology.from_counts", "counts", counts, counts.numel())
+        if counts.dtype not in _ID_DTYPES:
+            raise TypeError(f"Topology.from_counts: counts must be int32 or int64; got {counts.dtype}. Use counts.long().")
+        if counts.numel() == 0:
+            raise ValueError("Topology.from_counts: a topology needs at least one expert; counts is empty.")
         _check_int32("Topology.from_counts", num_rows)
         ends = counts.long().clamp(0, num_rows).cumsum(0).clamp(max=num_rows).int()
         offsets = torch.cat((ends.new_zeros(1), ends))
@@ -239,6 +245,7 @@ class Topology:
         for schedule in self.schedules:
             if schedule.block_m == block_m:
                 return schedule
+        _check_integer("Topology.schedule", "block_m", block_m)
         if block_m < 1:
             raise ValueError(f"Topology.schedule: block_m must be at least 1; got {block_m}.")
         E = self.num_experts
@@ -290,6 +297,8 @@ class Topology:
         return plot_topology(self, columns, ax)
 
     def _with_schedules(self, block_ms: Sequence[int]) -> Topology:
+        if not isinstance(block_ms, Sequence):
+            raise TypeError(f"Topology: block_ms must be a sequence of tile heights, such as (128,); got {block_ms!r}.")
         if not block_ms:
             return self
         schedules = self.schedules + tuple(self.schedule(block_m) for block_m in block_ms)
@@ -318,7 +327,7 @@ def _check_tensors(operation: str, **tensors: object) -> None:
 
 
 def _check_integer(operation: str, name: str, number: object) -> None:
-    if not isinstance(number, (int, torch.SymInt)):
+    if not isinstance(number, (Integral, torch.SymInt)) or isinstance(number, bool):
         raise TypeError(f"{operation}: {name} must be an integer; got {number!r}.")
 
 
