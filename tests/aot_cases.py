@@ -7,9 +7,11 @@ new entry is covered as soon as it is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import product
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,11 +27,12 @@ from blocksparse_moe_kernels.config import (
     column_product_tile,
     row_product_tile,
 )
+from blocksparse_moe_kernels.triton import dsd_transposed
 from blocksparse_moe_kernels.triton.activation_backward import activation_backward
 from blocksparse_moe_kernels.triton.bias import bias_dot, expert_sum, expert_sum_tokens
 from blocksparse_moe_kernels.triton.combine import combine
 from blocksparse_moe_kernels.triton.dsd import dsd
-from blocksparse_moe_kernels.triton.dsd_transposed import dsd_transposed
+from blocksparse_moe_kernels.triton.dsd_transposed_gluon import TILE as GLUON_COLUMN_TILE
 from blocksparse_moe_kernels.triton.gluon_rings import TILE as GLUON_TILE
 from blocksparse_moe_kernels.triton.route import route, route_backward
 from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
@@ -179,14 +182,19 @@ def grad_rows(layer: Layer, config: GemmConfig, bias: bool = False) -> None:
     dsd(layer.sparse(halves), layer.weight(halves), bias=layer.down_bias() if bias else None, config=config)
 
 
-def grad_up(layer: Layer, config: GemmConfig, order: str = "tokens") -> None:
-    x = layer.tokens if order == "tokens" else layer.rows
-    dsd_transposed(layer.sparse(layer.halves), x, order=order, like=layer.weight(layer.halves), config=config)
+def grad_up(layer: Layer, config: GemmConfig, order: str = "tokens", gluon: bool = True) -> None:
+    weight_gradient(layer, layer.sparse(layer.halves), layer.weight(layer.halves), config, order, gluon)
 
 
-def grad_down(layer: Layer, config: GemmConfig, order: str = "tokens") -> None:
+def grad_down(layer: Layer, config: GemmConfig, order: str = "tokens", gluon: bool = True) -> None:
+    weight_gradient(layer, layer.sparse(), layer.down(), config, order, gluon)
+
+
+def weight_gradient(layer: Layer, s: BlockSparse, like: Tensor, config: GemmConfig, order: str, gluon: bool) -> None:
+    """`gluon`: by the kernel in Gluon where it can be; else by the one in whose place it runs."""
     x = layer.tokens if order == "tokens" else layer.rows
-    dsd_transposed(layer.sparse(), x, order=order, like=layer.down(), config=config)
+    with nullcontext() if gluon else patch.object(dsd_transposed, "_gluon", None):
+        dsd_transposed.dsd_transposed(s, x, order=order, like=like, config=config)
 
 
 def helpers(layer: Layer) -> None:
@@ -257,9 +265,13 @@ def distinct(configs: Iterable[GemmConfig]) -> list[GemmConfig]:
     return list(dict.fromkeys(configs))
 
 
+PLAIN = {"gluon": False}
+"""Of a weight gradient: by Triton's kernel, also in the tile that the one in Gluon has."""
+
+
 def gluon(call: Callable, layer: Layer, **factors: object) -> Build:
     """What a kernel in Gluon computes."""
-    return Build(call, layer, 90, GLUON_TILE, factors)
+    return Build(call, layer, 90, GLUON_COLUMN_TILE if call in (grad_up, grad_down) else GLUON_TILE, factors)
 
 
 def configurations(architecture: int) -> Iterator[Build]:
@@ -269,7 +281,7 @@ def configurations(architecture: int) -> Iterator[Build]:
     bf16, fp16 = Layer("bf16"), Layer("fp16", activation="gelu")
     yield from (Build(up, bf16, architecture, config) for config in row_configs("bf16", architecture))
     yield from (Build(down, bf16, architecture, config) for config in row_configs("bf16", architecture))
-    yield from (Build(grad_up, bf16, architecture, config) for config in column_configs("bf16", architecture))
+    yield from (Build(grad_up, bf16, architecture, config, PLAIN) for config in column_configs("bf16", architecture))
     yield from (Build(up, fp16, architecture, config) for config in row_configs("fp16", architecture))
     if architecture == 90:
         for layer in (Layer("bf16", activation="geglu"), Layer("fp16", activation="geglu")):
@@ -277,8 +289,10 @@ def configurations(architecture: int) -> Iterator[Build]:
             yield gluon(down, layer, bias=False)
             yield gluon(grad_rows, layer)
             yield gluon(grad_hidden, layer)
+            yield gluon(grad_up, layer)
+            yield gluon(grad_down, layer)
     yield Build(down, fp16, architecture, row_configs("fp16", architecture)[0])
-    yield Build(grad_up, fp16, architecture, column_configs("fp16", architecture)[0])
+    yield Build(grad_up, fp16, architecture, column_configs("fp16", architecture)[0], PLAIN)
     yield Build(down, Layer("fp32"), architecture, row_configs("fp32", architecture)[0])
 
 
@@ -291,7 +305,7 @@ def forms(architecture: int) -> Iterator[Build]:
         tile = -1 if layout == "strided" else 0
         yield Build(up, Layer(layout=layout), architecture, rows[tile])
         yield Build(down, Layer(layout=layout), architecture, rows[tile])
-        yield Build(grad_down, Layer(layout=layout), architecture, columns[tile])
+        yield Build(grad_down, Layer(layout=layout), architecture, columns[tile], PLAIN)
     for layout, tma in product(("rows", "columns"), (False, True)):
         for config in row_configs("bf16", architecture, tma)[: 2 if tma else 1]:
             yield Build(up, Layer(layout=layout, activation=GPT_OSS), architecture, config)
@@ -300,6 +314,7 @@ def forms(architecture: int) -> Iterator[Build]:
         yield gluon(down, Layer(), bias=False)
         for layout in ("rows", "columns"):
             yield gluon(grad_hidden, Layer(layout=layout), order="rows")
+            yield gluon(grad_down, Layer(layout=layout), order="rows")
     yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
     yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
     yield Build(helpers, Layer(), architecture)
@@ -326,6 +341,8 @@ def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:
                 yield Build(up, Layer(dtype, layout, activation), architecture, config)
             continue
         orders = [{"order": order} for order in ("tokens", "rows")] if call in (grad_hidden, grad_up, grad_down) else [{}]
+        if call in (grad_up, grad_down) and architecture == 90 and config == GLUON_COLUMN_TILE:
+            orders += [order | PLAIN for order in orders]
         biases = [{"bias": bias} for bias in flag] if call in (grad_hidden, down, grad_rows) else [{}]
         for layout, order, bias in product(layouts, orders, biases):
             yield Build(call, Layer(dtype, layout), architecture, config, order | bias)

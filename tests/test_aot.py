@@ -45,11 +45,15 @@ ALLOWED_STACK = {
 """Bytes of spilled registers that a configuration of sm_90 may have outside the loop of its product, and why."""
 
 STORE_BUFFER = {
-    "_sdd_tma_kernel": 1, "_sdd_gluon_kernel": 1, "_dsd_gluon_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2
+    "_sdd_tma_kernel": 1, "_sdd_gluon_kernel": 1, "_dsd_gluon_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2,
+    "_dsd_transposed_gluon_kernel": 1,
 }  # fmt: skip
 """Bytes of the buffer from which TMA stores, for each element of the tile (1 where half a tile is stored at a time). A
 transposed product whose store shared the buffers of its loads (128x256, both operands by TMA; Triton 3.6, H200) wrote wrong
 results."""
+
+BOTH_COPIES = ("_sdd_gluon_kernel", "_dsd_transposed_gluon_kernel")
+"""Kernels that gather one operand, and load the other one by TMA."""
 
 COPIES = ("cp.async.c", "cp.async.bulk.tensor")
 """Asynchronous copies: of 4 to 16 bytes by a thread, and of tiles by TMA."""
@@ -99,7 +103,7 @@ def faults(report: Report) -> list[str]:
     copies = sum(report.instructions[name] for name in COPIES)
     if not copies or report.shared < pipelined:
         found.append(f"does not load ahead: {buffers} buffers of both operands take {pipelined} B")
-    if report.kernel == "_sdd_gluon_kernel" and not all(report.instructions[name] for name in COPIES):
+    if report.kernel in BOTH_COPIES and not all(report.instructions[name] for name in COPIES):
         found.append(f"does not copy by both of {COPIES}")
     if report.architecture == 90 and store_buffer and report.shared < pipelined + store_buffer:
         found.append("has no buffer of its own for the store: see STORE_BUFFER")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocksparse_moe import patch_huggingface
+from blocksparse_moe import patch_huggingface, register_huggingface
 
 from .support import DEVICE
 
@@ -125,6 +125,19 @@ def test_compile(name, model):
     with patch_huggingface(model, backend="torch"):
         compiled = torch.compile(model, backend="aot_eager")
         found = step(compiled, given)
+    assert_same_step({key.removeprefix("_orig_mod."): value for key, value in found.items()}, expected)
+
+
+@pytest.mark.slow
+@families
+def test_compile_by_name_alone(name, model):
+    """Without a patch: as `from_pretrained(..., experts_implementation="blocksparse")` has it."""
+    given = inputs(model, name)
+    expected = step(model, given)
+    register_huggingface()
+    model.set_experts_implementation("blocksparse")
+    torch.compiler.reset()
+    found = step(torch.compile(model, backend="aot_eager"), given)
     assert_same_step({key.removeprefix("_orig_mod."): value for key, value in found.items()}, expected)
 
 

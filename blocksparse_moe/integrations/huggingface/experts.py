@@ -76,7 +76,7 @@ def why_not(module: Any) -> str | None:
     name = type(module).__name__
     if not is_experts(module):
         return f"{name} does not dispatch through transformers' experts interface"
-    for flag, default in _unknown_flags().items():
+    for flag, default in _unknown_flags():
         if getattr(module, flag, default) != default:
             return f"{name} has {flag}={getattr(module, flag)}, which this version does not know"
     for parameter in (up_name(module), "down_proj"):
@@ -89,13 +89,14 @@ def why_not(module: Any) -> str | None:
 
 
 @constant_when_compiled
-def _unknown_flags() -> dict[str, object]:
-    """Flags of the installed experts interface that this version does not know, with their defaults."""
+def _unknown_flags() -> tuple[tuple[str, object], ...]:
+    """Flags of the installed experts interface that this version does not know, with their defaults. No dict: Dynamo cannot go
+    through one that is a constant."""
     from transformers.integrations import moe
 
     parameters = inspect.signature(moe.use_experts_implementation).parameters.values()
     known = {"experts_class", "experts_interface", *_FLAGS}
-    return {parameter.name: parameter.default for parameter in parameters if parameter.name not in known}
+    return tuple((parameter.name, parameter.default) for parameter in parameters if parameter.name not in known)
 
 
 # -------------------------------------------------------------------- the activation

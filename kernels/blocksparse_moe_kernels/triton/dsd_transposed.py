@@ -8,6 +8,8 @@ no atomics, so results are bitwise repeatable. Called through `dsd(s.T, x)`. Sou
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +26,13 @@ from ..launch import (
     value_strides,
 )
 from ..reference import Order
+from ..versions import gluon_is_known
 from .descriptors import describe_rows, describe_weight, load_rows, rows_are_describable, store_weight_tile, weight_form
 from .launcher import launch
-from .tiles import along, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
+from .tiles import INTERPRETED, along, dealt_tile, dot, fp32_precision, grouped_order, value_rows, weight_block, wrapped
+
+_gluon = import_module(".dsd_transposed_gluon", __package__) if gluon_is_known() and not INTERPRETED else None
+"""The kernel in Gluon; None where it cannot be used."""
 
 
 @triton.jit
@@ -116,9 +122,7 @@ def _dsd_transposed_tma_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     num_tiles, num_programs = num_experts * per_expert, tl.num_programs(0)
     for number in tl.range(tl.program_id(0), num_tiles, num_programs):
-        turn = number // num_programs
-        back = (turn % 2 == 1) & ((turn + 1) * num_programs <= num_tiles)
-        tile = tl.where(back, (2 * turn + 1) * num_programs - 1 - number, number)
+        tile = dealt_tile(number, num_tiles, num_programs)
         expert = tl.load(BySize + tile // per_expert)
         pid_m, pid_n = grouped_order(tile % per_expert, num_columns, num_hidden, GROUP)
         column, hidden = pid_m * BLOCK_M, pid_n * BLOCK_N
@@ -178,6 +182,9 @@ def dsd_transposed(
     config = config or column_product_config(
         topology.num_slots, topology.num_experts, x.dtype, x.device, tma=form is not None
     )
+    if form is not None and _gluon is not None and _gluon.applies(x, config):
+        _gluon.launch_dsd_transposed(s, x, order, weight, form)
+        return out
     tiles = weight.halves * ceil_div(columns, config.block_m) * ceil_div(hidden_size, config.block_n)
     flags = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8,

@@ -61,12 +61,12 @@ def before(slot):
 
 
 @gluon.jit
-def barriers():
-    """(full, empty) of a ring."""
+def barriers(arrivals: gl.constexpr = 1):
+    """(full, empty) of a ring. `arrivals`: of the producer at a slot, besides bytes."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=arrivals)
         mbarrier.init(empty.index(slot), count=2)
     return full, empty
 
@@ -143,6 +143,6 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def stand_in(config: GemmConfig, bias: Tensor | None, device: torch.device) -> bool:
+def stand_in(config: GemmConfig, bias: Tensor | None, device: torch.device, tile: GemmConfig = TILE) -> bool:
     """Whether these kernels have the tile, on that device. They add no bias."""
-    return config == TILE and bias is None and architecture_of(device) == 90
+    return config == tile and bias is None and architecture_of(device) == 90

@@ -40,6 +40,14 @@ def grouped_order(pid, num_tiles, num_columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def dealt_tile(number, num_tiles, num_programs):
+    """The tile of a number: programs that take every num_programs-th number go forth and back through the tiles."""
+    turn = number // num_programs
+    back = (turn % 2 == 1) & ((turn + 1) * num_programs <= num_tiles)
+    return tl.where(back, (2 * turn + 1) * num_programs - 1 - number, number)
+
+
+@triton.jit
 def row_tile(Tiles, capacity, tile):
     """(expert, first row, length) of an entry of `Schedule.tiles` [3, capacity]; all -1 where it is unused."""
     return tl.load(Tiles + tile), tl.load(Tiles + capacity + tile), tl.load(Tiles + 2 * capacity + tile)
