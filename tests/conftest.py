@@ -55,6 +55,13 @@ def _forget_calls() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _forget_compiled_code(request: pytest.FixtureRequest) -> None:
+    """What other tests had compiled counts towards the limit of a function."""
+    if "compile" in request.node.name:
+        torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
 def _free_memory(request: pytest.FixtureRequest):
     """Real sizes take tens of gigabytes: give them back before the next test."""
     yield

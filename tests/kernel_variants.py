@@ -13,6 +13,8 @@ from collections import defaultdict
 
 import torch
 
+from blocksparse_moe_kernels.triton.dsd_transposed import dsd_transposed
+
 from .aot import Launch, kernels, recorder
 from .aot_cases import (
     ACTIVATIONS,
@@ -21,7 +23,6 @@ from .aot_cases import (
     choose_block_m,
     combine,
     dsd,
-    dsd_transposed,
     sdd,
     sdd_activation,
     sort_ids,

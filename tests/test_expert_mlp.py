@@ -230,7 +230,7 @@ def test_two_runs_are_bitwise_equal(backend):
         (dict(up_proj=(3, 10, 4)), r"got up_proj \[3, 10, 4\] and down_proj \[3, 8, 5\]"),
         (dict(down_proj=(3, 8, 4)), r"and down_proj \[3, H, F\]; got up_proj \[3, 10, 8\] and down_proj \[3, 8, 4\]"),
         (dict(down_proj=(15, 8)), r"Flat weights of unequal experts need columns"),
-        (dict(x=(5, 8)), r"the dense operand must be \[2, H\]"),
+        (dict(x=(5, 8)), r"expert_mlp: x must be \[2, 8\]; got \[5, 8\]"),
         (dict(routing_weights=(3, 1)), "one entry for each of the 2 slots"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import MoEConfig, MoEMonitor, RouterConfig, RouterOutput, dMoE
-from blocksparse_moe.monitor import PER_EXPERT, SCALARS, LayerReading
+from blocksparse_moe.monitor import PER_EXPERT, SCALARS, Alarm, JsonLines, LayerReading
 from blocksparse_moe.router import load_balancing_loss, z_loss
 
 from .support import DEVICE, HAS_CUDA
@@ -118,6 +118,25 @@ def test_moving_average():
         monitor.step()
     average = sum(0.75 ** (2 - step) * count for step, count in enumerate(counts))
     assert torch.allclose(monitor.read(over="ema")[""].experts["load"], average / average.sum())
+
+
+def test_moving_average_is_that_of_a_step_and_forgets_what_was_not_finite():
+    layer = make_layer()
+    monitor = MoEMonitor(layer, window=3)
+    for _ in range(3):
+        layer(tokens(10))
+        monitor.step()
+    window, average = monitor.read()[""].scalars, monitor.read(over="ema")[""].scalars
+    assert (window["tokens"], average["tokens"]) == (30, pytest.approx(10))
+    for name in ("logit_max", "logit_norm", "z_loss", "load_balancing_loss", "confidence"):
+        assert average[name] == pytest.approx(window[name], rel=1e-5)
+    x = tokens(10)
+    x[0] = torch.nan
+    layer(x)
+    for step in range(4):
+        monitor.step()
+        layer(tokens(10, step))
+    assert all(math.isfinite(monitor.read(over)[""].scalars["z_loss"]) for over in ("ema", "window"))
 
 
 def test_nothing_seen_is_nan_and_no_error():
@@ -316,6 +335,108 @@ def test_layer_that_moves():
     layer(tokens(5))
     monitor.step()
     assert monitor.read()[""].scalars["tokens"] == 10
+
+
+def test_made_on_meta():
+    layer = dMoE(MoEConfig(H, F, 6), device="meta")
+    monitor = MoEMonitor(layer)
+    assert monitor.read()[""].scalars["tokens"] == 0
+    monitor.step()
+    layer.to_empty(device=DEVICE)
+    layer.reset_parameters()
+    layer(tokens(7))
+    assert monitor.read()[""].scalars["tokens"] == 7
+
+
+def test_losses_are_those_of_the_router_under_noise():
+    layer = make_layer(router=RouterConfig(2, noise=1.0, expert_dropout=0.4))
+    monitor = MoEMonitor(layer)
+    _, routing = layer(tokens(40), return_routing=True)
+    found = monitor.read()[""].scalars
+    assert found["z_loss"] == pytest.approx(routing.z_loss.item(), rel=1e-5)
+    assert found["load_balancing_loss"] == pytest.approx(routing.load_balancing_loss.item(), rel=1e-5)
+
+
+def test_all_slots_dropped_or_to_identity_experts():
+    layer = make_layer(router=RouterConfig(2, token_dropout=0.999999, num_identity_experts=2))
+    monitor = MoEMonitor(layer)
+    layer(tokens(20))
+    assert monitor.read()[""].scalars["load_balancing_loss"] == 0 and monitor.read()[""].scalars["drop_rate"] == 1
+    layer = make_layer(router=RouterConfig(2, num_identity_experts=2))
+    monitor = MoEMonitor(layer)
+    layer(tokens(20), expert_ids=torch.tensor([6, 7], device=DEVICE).expand(20, 2))
+    found = monitor.read()[""].scalars
+    assert (found["cold_experts"], found["load_max_over_mean"], found["drop_rate"]) == (6, 0, 0)
+
+
+def test_an_empty_micro_batch_leaves_the_measurement_to_the_next():
+    layer = make_layer()
+    monitor = MoEMonitor(layer)
+    layer(tokens(0))
+    layer(tokens(20))
+    assert monitor.read()[""].experts["output_norm"].isfinite().any()
+
+
+def test_goes_on_from_a_step():
+    layer = make_layer()
+    monitor = MoEMonitor(layer, window=4, first_step=1003, interval=2, ema=0.5)
+    for step in range(3):
+        layer(tokens(4, step))
+        monitor.step()
+    reading = monitor.read()
+    assert reading.step == 1006 and reading[""].history.shape == (3, 6) and (reading[""].history.sum(dim=1) == 8).all()
+    assert monitor.read("ema")[""].scalars["tokens"] == pytest.approx(4)
+
+
+def test_a_writer_that_fails_does_not_keep_others_open():
+    class Fails(JsonLines):
+        def __init__(self):
+            self.closed = False
+
+        def close(self):
+            self.closed = True
+            raise RuntimeError("no disk")
+
+    first, second = Fails(), Fails()
+    monitor = MoEMonitor(make_layer(), writers=[first, second])
+    with pytest.raises(RuntimeError):
+        monitor.close()
+    assert first.closed and second.closed and monitor.writers == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(writers="runs"), "writers must be a list"),
+        (dict(writers=["runs"]), "writers must be a list"),
+        (dict(alarms=Alarm("load", below=0)), "alarms must be a list"),
+        (dict(training_only="no"), "training_only must be of type bool"),
+    ],
+)
+def test_refuses_what_is_of_another_type(given, message):
+    with pytest.raises(TypeError, match=message):
+        MoEMonitor(make_layer(), **given)
+
+
+def test_refuses_a_window_that_leaves_steps_out(tmp_path):
+    with pytest.raises(ValueError, match="a window of 10 steps would leave some out"):
+        MoEMonitor(make_layer(), window=10, writers=[JsonLines(tmp_path / "x")])
+
+
+@pytest.mark.slow
+def test_a_monitor_does_not_make_compiled_code_be_compiled_again():
+    layer = make_layer()
+    MoEMonitor(layer, interval=2)
+    monitor = MoEMonitor(layer, interval=2)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(tokens(16)).sum().backward()
+    monitor.step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in range(4):
+            compiled(tokens(16, step)).sum().backward()
+            monitor.step()
+    assert math.isfinite(monitor.read()[""].scalars["changed"])
 
 
 @pytest.mark.slow

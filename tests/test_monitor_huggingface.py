@@ -22,6 +22,8 @@ SINCE = {"deepseek_v2": "5.17", "longcat_flash": "5.24"}
 """Before that the gate's module is never called, or returns no logits."""
 NO_LOGITS = ("ernie4_5_vl_moe", *(name for name, since in SINCE.items() if Version(transformers.__version__) < Version(since)))
 BLOCKS = ("jetmoe", "llama4")
+UNCHANGING = ("deepseek_v4", "zaya", *NO_LOGITS)
+"""Families whose gate wants more than tokens and biases."""
 
 
 def ids_of(model: nn.Module, name: str) -> dict[str, list[Tensor]]:
@@ -79,6 +81,9 @@ def test_sees_every_family(name):
             )
             assert math.isnan(layer.scalars["changed"])
             torch.testing.assert_close(layer.scalars["z_loss"], other.scalars["z_loss"], rtol=1e-4, atol=1e-6, equal_nan=True)
+        model(**given)
+        changes = [layer.scalars["changed"] for layer in monitor.read()]
+        assert name in UNCHANGING or changes == [0.0] * len(changes)
 
 
 def test_trains_and_measures_gradients():
@@ -94,6 +99,54 @@ def test_trains_and_measures_gradients():
             )
             torch.testing.assert_close(layer.experts["gradient_norm"].float(), gradient.cpu(), rtol=1e-4, atol=1e-7)
             assert layer.scalars["changed"] == 0
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_other_dtypes(name):
+    """Under autocast, and cast while it is watched."""
+    model = build(name, DEVICE).train()
+    embedded = model.get_input_embeddings()(inputs(model, name)["input_ids"]).detach()
+    with MoEMonitor(model, interval=1) as monitor:
+        for _ in range(2):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
+                model(inputs_embeds=embedded.bfloat16())
+            monitor.step()
+        model.bfloat16()
+        for _ in range(2):
+            model(**inputs(model, name))
+            monitor.step()
+    assert all(math.isfinite(layer.scalars["changed"]) for layer in monitor.read())
+
+
+@pytest.mark.slow
+def test_nothing_is_drawn():
+    """PhiMoE's gate draws random numbers in training."""
+    if (reason := missing(FAMILIES["phimoe"])) is not None:
+        pytest.skip(reason)
+    model = build("phimoe", DEVICE).train()
+    given, states, monitor = inputs(model, "phimoe"), [], None
+    for _ in range(2):
+        torch.manual_seed(0)
+        for _ in range(2):
+            model(**given)
+        states.append(torch.cuda.get_rng_state() if DEVICE.type == "cuda" else torch.get_rng_state())
+        monitor = MoEMonitor(model, interval=1) if monitor is None else monitor
+    assert torch.equal(*states)
+    assert monitor.read().layers[0].scalars["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_offloaded_weights(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = build("mixtral", DEVICE)
+    given = inputs(model, "mixtral")
+    accelerate.disk_offload(model, tmp_path, execution_device=DEVICE)
+    monitor = MoEMonitor(model, training_only=False)
+    with torch.no_grad():
+        model(**given)
+    monitor.step()
+    for layer in monitor.read():
+        assert layer.scalars["tokens"] == 14 and layer.experts["output_norm"].isfinite().any()
 
 
 def test_a_dense_model_is_refused():

@@ -132,11 +132,14 @@ def test_terminal():
     assert "step 100" in text and "1.mlp" in text and "3.25" in text
 
 
-def test_prints_itself():
-    console = Console(width=140, record=True)
-    console.print(made_reading(50, confidence=0.75))
+@pytest.mark.parametrize("width", [40, 80, 100, 140])
+def test_prints_itself(width):
+    """Names and numbers are whole; what does not fit is left out."""
+    console = Console(width=width, record=True)
+    console.print(made_reading(50, load_max_over_mean=3.25, confidence=0.75))
     text = console.export_text()
-    assert "step 50" in text and "0.75" in text and "▃" in text
+    assert "step 50" in text and "1.mlp" in text and "▃" in text and "3.25" in text and "…" not in text
+    assert ("0.75" in text) == (width > 60)
 
 
 def test_a_writer_that_is_not_installed_says_so(monkeypatch):
@@ -162,6 +165,16 @@ def test_heat_map_takes_every_step_once_and_stays_small():
     step = torch.arange(1, 13).double()
     assert heat.stride == 2 and len(heat.columns) == 6
     assert torch.allclose(heat.image[0], ((step + 1) / step).view(-1, 2).mean(dim=1))
+
+
+def test_heat_map_that_begins_late_misses_steps_and_begins_again():
+    heat, rows = HeatMap(), torch.ones(4, 2)
+    heat.extend(104, LayerReading("", 2, {}, {}, rows))
+    assert (heat.before, heat.end, len(heat.columns)) == (100, 104, 4)
+    heat.extend(110, LayerReading("", 2, {}, {}, rows))
+    assert heat.end == 110 and heat.image[0].isnan().tolist() == [False] * 4 + [True] * 2 + [False] * 4
+    heat.extend(3, LayerReading("", 2, {}, {}, rows[:3]))
+    assert (heat.before, heat.end) == (0, 3)
 
 
 def test_heat_map_of_no_tokens():
@@ -207,7 +220,31 @@ def test_alarm_logs(caplog):
     assert "drop_rate is 0.25" in caplog.text
 
 
+def test_an_alarm_counts_for_each_monitor():
+    alerts: list[Alert] = []
+    alarm = Alarm("tokens", above=0, patience=2, callback=alerts.append)
+    for _ in range(2):
+        layer = make_layer()
+        monitor = MoEMonitor(layer, alarms=[alarm], write_every=1)
+        layer(tokens(4))
+        monitor.step()
+    assert not alerts
+
+
+def test_prometheus_port_in_use_and_its_own_registry():
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    first = Prometheus(0, registry=registry)
+    with pytest.raises(OSError, match=f"cannot serve 127.0.0.1:{first.port}.*Port 0 takes a free one"):
+        Prometheus(first.port)
+    first.close()
+    Prometheus(0, registry=registry).close()
+
+
 def test_alarm_refuses():
+    for given in (dict(above="8"), dict(below=math.nan), dict(above=1, callback=3)):
+        with pytest.raises(TypeError, match="Alarm: "):
+            Alarm("load", **given)
     with pytest.raises(ValueError, match=r"metric must be one of .*'load_min'"):
         Alarm("loud", above=1)
     with pytest.raises(ValueError, match="has no bound"):

@@ -103,10 +103,39 @@ def test_layer_of_a_model():
     assert torch.equal(before, model[0].experts.down_proj)
 
 
-@pytest.mark.parametrize("ids", [[E], [-1], [0.5]])
+@pytest.mark.parametrize("ids", [[E], [-1]])
 def test_refuses_other_experts(ids):
     with pytest.raises(ValueError, match=r"integers in \[0, 5\)"):
         reinit_experts(trained()[0], ids)
+
+
+@pytest.mark.parametrize("ids", [3, ["a"], [0.5], [True, False], torch.tensor([True]), None])
+def test_refuses_what_is_no_id(ids):
+    layer, _ = trained()
+    before = layer.experts.down_proj.clone()
+    with pytest.raises(TypeError, match=r"expert_ids must be integers in \[0, 5\)"):
+        reinit_experts(layer, ids)
+    with pytest.raises(TypeError, match="optimizer must be of type Optimizer"):
+        reinit_experts(layer, [1], optimizer=3)
+    assert torch.equal(before, layer.experts.down_proj)
+
+
+def test_ids_of_other_kinds():
+    layer, _ = trained()
+    before = layer.experts.down_proj.clone()
+    reinit_experts(layer, torch.tensor([1, 3]))
+    assert [not torch.equal(*pair) for pair in zip(before, layer.experts.down_proj, strict=True)] == [0, 1, 0, 1, 0]
+
+
+def test_adafactor_forgets():
+    layer, _ = trained()
+    optimizer = torch.optim.Adafactor(layer.parameters())
+    layer(torch.randn(60, H, device=DEVICE)).square().sum().backward()
+    optimizer.step()
+    reinit_experts(layer, [2], optimizer=optimizer)
+    state = optimizer.state[layer.experts.gate_up_proj]
+    for name in ("row_var", "col_var"):
+        assert not state[name][2].any() and state[name][1].any()
 
 
 def test_no_experts_is_nothing():

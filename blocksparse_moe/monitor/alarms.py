@@ -65,6 +65,12 @@ class Alarm:
     def __post_init__(self) -> None:
         one_of("Alarm", "metric", self.metric, (*SCALARS, *PER_EXPERT))
         self.patience = positive_integer("Alarm", "patience", self.patience)
+        for name in ("above", "below"):
+            bound = getattr(self, name)
+            if not isinstance(bound, (int, float)) or math.isnan(bound):
+                raise TypeError(f"Alarm: {name} must be a number; got {bound!r}.")
+        if not callable(self.callback):
+            raise TypeError(f"Alarm: callback must take an Alert; got {self.callback!r}.")
         if self.above == math.inf and self.below == -math.inf:
             raise ValueError(f"Alarm: {self.metric!r} has no bound; give above or below.")
 

@@ -14,19 +14,27 @@ class Counters:
 
     Attributes:
         columns: C, experts that a slot can go to, identity and null experts included.
-        now, average: [2 C + len(SUMS)] fp64: slots of each expert, summed probabilities of each expert, then `SUMS`.
+        now, average: [2 C + len(SUMS)] fp64: slots of each expert, summed probabilities of each expert, then `SUMS`. What was
+            not finite at a step has no part in the average.
         past: [window, as many].
     """
 
     def __init__(self, columns: int, window: int, device: torch.device) -> None:
         self.columns = columns
         size = 2 * columns + len(SUMS)
+        device = torch.device("cpu") if device.type == "meta" else device  # until the layer is somewhere
         self.now, self.average = torch.zeros(2, size, dtype=torch.float64, device=device)
         self.past = torch.zeros(window, size, dtype=torch.float64, device=device)
 
     def move_to(self, device: torch.device) -> None:
         if self.now.device != device:
             self.now, self.average, self.past = (kept.to(device) for kept in (self.now, self.average, self.past))
+
+    def close_step(self, step: int, ema: float) -> None:
+        """Move what was counted into the window and the average."""
+        self.past[step % len(self.past)] = self.now
+        self.average = torch.where(self.now.isfinite(), self.average.lerp(self.now, 1 - ema), self.average)
+        self.now.zero_()
 
     def add_logits(self, logits: Tensor, score: str) -> None:
         """[T, C] or, where a router has other columns than experts, [T, any]; their probabilities are then not counted."""

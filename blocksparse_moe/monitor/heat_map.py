@@ -12,21 +12,33 @@ class HeatMap:
     """Loads of one layer, experts by steps; once there are too many columns, neighbours are averaged into one.
 
     Attributes:
-        columns: loads [C] over their mean, one for `stride` steps each.
+        columns: loads [C] over their mean, one for `stride` steps each; NaN for steps that were not seen.
         stride: steps of a column.
+        before: steps before the first column.
     """
 
     def __init__(self, limit: int = 1024) -> None:
-        self.limit, self.stride = limit, 1
+        self.limit, self.stride, self.before = limit, 1, 0
         self.columns: list[Tensor] = []
         self._rest: list[Tensor] = []
-        self._step = 0
+        self._step: int | None = None
+
+    @property
+    def end(self) -> int:
+        """The step of the last column."""
+        return self.before + len(self.columns) * self.stride
 
     def extend(self, step: int, layer: LayerReading) -> None:
-        """Take the steps since the last reading, as far as the window of the monitor still has them."""
-        new = layer.history[max(0, len(layer.history) - (step - self._step)) :]
+        """Take the steps since the last reading, as far as the window of the monitor still has them. A step that was seen
+        already begins a new map."""
+        history = layer.history
+        if self._step is None or step < self._step:
+            self.__init__(self.limit)  # type: ignore[misc]
+            self.before = self._step = step - len(history)
+        missing = step - self._step - len(history)
+        new = history[max(0, -missing) :]
         self._step = step
-        for slots in new:
+        for slots in (*[torch.zeros_like(new[0])] * max(0, missing), *new) if len(new) else ():
             mean = slots[: layer.num_experts].mean()
             self._rest.append(slots / mean if mean > 0 else torch.full_like(slots, torch.nan))
             if len(self._rest) == self.stride:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..integrations.huggingface.adapters import adapter_of
@@ -46,16 +46,19 @@ class TransformersLayer(Layer):
         else:
             self.gate = _recorded_gate(name, named) or _nearest_gate(name, named, self.columns)
         self.router = None if self.gate is None else self.gate.router
-        self._gate_dims = 2  # of its input
+        # How the gate was called last, but for the tokens: dimensions of its input, and other arguments.
+        self._gate_call: tuple[int, tuple, dict[str, Any]] = (2, (), {})
 
     def watch(self, see_logits: See, see_ids: See) -> list[Any]:
         def see_gate(gate: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if (logits := self._logits(output)) is None:
                 return
-            others = [*args[1:], *kwargs.values()]  # hash routers want the token ids, ZAYA's the states of the layer before
-            alone = len(args) > 0 and all(other is None for other in others)
-            self._gate_dims = args[0].ndim if alone else 0
-            see_logits(gate, _rows(args[0]) if alone else None, logits, "softmax")
+            # A bias of all experts may be given again; token ids (hash routers) or the states of another layer (ZAYA) may not.
+            others = (*args[1:], *kwargs.values())
+            again = len(args) > 0 and all(other is None or other.shape == (self.columns,) for other in others)
+            if again:
+                self._gate_call = (args[0].ndim, args[1:], kwargs)
+            see_logits(gate, _rows(args[0]) if again else None, logits, "softmax")
             if self.is_block:
                 top_k = getattr(self.module, "top_k", None) or gate.top_k
                 see_ids(gate, None, logits.topk(top_k, dim=1).indices)
@@ -74,7 +77,9 @@ class TransformersLayer(Layer):
 
     def logits_of(self, x: Tensor) -> Tensor:
         assert self.gate is not None
-        logits = self._logits(self.gate.module.forward(x.view(*(1,) * (self._gate_dims - 2), *x.shape)))
+        dims, others, named = self._gate_call
+        with _evaluating(self.gate.module):
+            logits = self._logits(self.gate.module.forward(x.view(*(1,) * (dims - 2), *x.shape), *others, **named))
         assert logits is not None
         return logits
 
@@ -91,8 +96,10 @@ class TransformersLayer(Layer):
     def outputs_of(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         slots = x.repeat_interleave(expert_ids.shape[1], dim=0)
         ids = expert_ids.reshape(-1, 1).expand(-1, 2)  # LongCat-Flash cannot compute one expert per token
-        weights = torch.tensor([1.0, 0.0], dtype=x.dtype, device=x.device).expand(len(ids), 2)
-        return _rows(self.module.forward(slots, ids, weights))
+        weights = x.new_zeros(len(ids), 2)
+        weights[:, :1].fill_(1)
+        with _evaluating(self.module):
+            return _rows(self.module.forward(slots, ids, weights))
 
     @property
     def gate_weights(self) -> list[Tensor]:
@@ -108,6 +115,19 @@ class TransformersLayer(Layer):
                 yield ExpertWeight(name, parameter, None)
             elif parameter.ndim == 2 and len(parameter) % E == 0:  # DBRX
                 yield ExpertWeight(name, parameter, [len(parameter) // E] * E)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Nothing at random, which would also change what is drawn afterwards."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def _recorded_gate(name: str, named: dict[str, Any]) -> Gate | None:

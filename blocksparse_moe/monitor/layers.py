@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from blocksparse_moe_kernels import Topology
 
+from ..autocast import without_autocast
 from ..integrations.huggingface.patch import candidates, why_not_patched
 from ..moe import dMoE
 from ..router import RouterOutput
@@ -30,15 +31,15 @@ class OurLayer(Layer):
 
     def watch(self, see_logits: See, see_ids: See) -> list[Any]:
         def see(router: nn.Module, args: tuple, output: RouterOutput) -> None:
-            logits = output.logits if output.clean_logits is None else output.clean_logits
-            see_logits(router, args[0], logits, output.score)
+            see_logits(router, args[0], output.logits, output.score)
             see_ids(router, args[0], output.expert_ids)
 
         return [self.router.register_forward_hook(Hook(see))]
 
     def logits_of(self, x: Tensor) -> Tensor:
         router = self.module.router
-        return gate_logits(x, router.weight, router.bias, narrow=router.config.narrow_gate)
+        with without_autocast(x.device):
+            return gate_logits(x, router.weight, router.bias, narrow=router.config.narrow_gate)
 
     def outputs_of(self, x: Tensor, expert_ids: Tensor) -> Tensor:
         slots = x.repeat_interleave(expert_ids.shape[1], dim=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from torch import Tensor, nn
 
 from blocksparse_moe_kernels.launch import check_type
 
-from ..autocast import without_autocast
 from ..checks import number, one_of, positive_integer
 from ..router.balancing import is_recomputed
 from .alarms import Alarm
@@ -36,12 +37,13 @@ class MoEMonitor:
     Args:
         model: its `dMoE` layers and the MoE layers of a transformers model, patched or not, are watched; make the monitor
             before the model is compiled. Copies and pickles of the model are not watched.
-        window: steps that a reading looks back on.
+        window: steps that a reading looks back on, at least `write_every`.
         ema: how much of the exponential moving average a step keeps, in [0, 1).
         interval: at the first of so many steps norms are measured, and how many of `sample` tokens changed their expert.
         sample: tokens that this is done with, the first of a forward pass.
         writers: get a reading every `write_every` steps; see `blocksparse_moe.monitor`.
         alarms: are checked at the same steps.
+        first_step: steps that were done before, where a training goes on.
         training_only: count only modules in training mode, so that evaluation in between does not mix in.
         group: ranks over which readings sum up what was counted, all of which must then read; None for this rank alone. What is
             measured at intervals is that of this rank.
@@ -60,18 +62,27 @@ class MoEMonitor:
         writers: Iterable[Writer] = (),
         alarms: Iterable[Alarm] = (),
         write_every: int = 50,
+        first_step: int = 0,
         training_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         check_type("MoEMonitor", "model", model, nn.Module, "Give the model, or a dMoE.")
         number("MoEMonitor", "ema", ema, at_least=0, below=1)
+        number("MoEMonitor", "first_step", first_step, at_least=0)
+        check_type("MoEMonitor", "training_only", training_only, bool, "Give True or False.")
         self.window, self.interval, self.sample, self.write_every = (
             positive_integer("MoEMonitor", name, value)
             for name, value in dict(window=window, interval=interval, sample=sample, write_every=write_every).items()
         )
         self.ema, self.training_only, self.group = ema, training_only, group
-        self.writers, self.alarms = list(writers), list(alarms)
-        self.steps = 0
+        self.writers = _all_of(
+            "writers", writers, lambda one: hasattr(one, "write") and hasattr(one, "close"), "JsonLines(path)"
+        )
+        given = _all_of("alarms", alarms, lambda one: isinstance(one, Alarm), 'Alarm("drop_rate", above=0.01)')
+        self.alarms = [replace(alarm) for alarm in given]  # what they count is of this monitor
+        if self.writers and self.write_every > self.window:
+            raise ValueError(f"MoEMonitor: with write_every={write_every} a window of {window} steps would leave some out.")
+        self.first_step = self.steps = int(first_step)
         found = find_layers(model)
         if not found:
             raise ValueError(
@@ -84,12 +95,12 @@ class MoEMonitor:
     def step(self) -> None:
         """A step of training is over: what was counted since the last one moves into the window. Call it while the gradients
         are there, that is after `backward()` and before `zero_grad()`."""
-        due = self.steps % self.interval == 0
+        due = (self.steps - self.first_step) % self.interval == 0
         for layer in self.layers:
-            layer.close_step(self.steps, measure_weights=due)
+            layer.close_step(self.steps, due)
         self.steps += 1
         for layer in self.layers:
-            layer.is_due = self.steps % self.interval == 0
+            layer.is_due = (self.steps - self.first_step) % self.interval == 0
         if self.steps % self.write_every == 0 and (self.writers or self.alarms or self.group is not None):
             reading = self.read()
             for writer in self.writers:
@@ -101,7 +112,8 @@ class MoEMonitor:
         """The metrics of all layers now; waits for the device.
 
         Args:
-            over: "window", the last steps and what has been counted since, or "ema", the moving average of steps.
+            over: "window", the last steps and what has been counted since, or "ema", the moving average of steps ("tokens" and
+                "logit_max" are then those of a step).
         """
         one_of("MoEMonitor.read", "over", over, ("window", "ema"))
         return Reading(self.steps, tuple(layer.read(over) for layer in self.layers))
@@ -110,9 +122,10 @@ class MoEMonitor:
         """Take the hooks off the model and close the writers. What was counted can still be read."""
         for layer in self.layers:
             layer.remove()
-        for writer in self.writers:
-            writer.close()
-        self.writers = []
+        writers, self.writers = self.writers, []
+        with ExitStack() as stack:  # closes the others where one of them fails
+            for writer in writers:
+                stack.callback(writer.close)
 
     def __enter__(self) -> MoEMonitor:
         return self
@@ -131,6 +144,8 @@ class _WatchedLayer:
         self.is_due = True
         self.measured: dict[str, Tensor] = {}
         self._sample: tuple[Tensor, Tensor] | None = None
+        self._gate_input: Tensor | None = None
+        self._experts_input: tuple[Tensor, Tensor] | None = None
         self._hooks = layer.watch(self._see_logits, self._see_ids)
 
     def _counts(self, module: nn.Module) -> bool:
@@ -142,14 +157,13 @@ class _WatchedLayer:
             return
         self.counters.move_to(logits.device)
         self.counters.add_logits(logits.detach(), score)
-        if self.is_due and x is not None and len(x):
-            with without_autocast(x.device):
-                if self._sample is not None:
-                    former, best = (kept.to(x.device) for kept in self._sample)
-                    now = self.layer.logits_of(former).argmax(dim=1)
-                    self.measured["changed"] = (now != best).double().mean()
-                kept = x[: self.monitor.sample].detach().clone()
-                self._sample = kept, self.layer.logits_of(kept).argmax(dim=1)
+        if x is None:
+            return
+        # Compiled code asks for nothing that changes from step to step, lest it be compiled again: it leaves its input behind.
+        if torch.compiler.is_compiling():
+            self._gate_input = x[: self.monitor.sample].detach().clone()
+        elif self.is_due and len(x):
+            self._measure_gate(x[: self.monitor.sample].detach())
 
     @torch.no_grad()
     def _see_ids(self, module: nn.Module, x: Tensor | None, expert_ids: Tensor) -> None:
@@ -157,10 +171,20 @@ class _WatchedLayer:
             return
         self.counters.move_to(expert_ids.device)
         self.counters.add_ids(expert_ids.detach())
-        if self.is_due:
+        sample = self.monitor.sample
+        if torch.compiler.is_compiling():
+            self._experts_input = None if x is None else (x[:sample].detach().clone(), expert_ids[:sample].detach().clone())
+        elif self.is_due and len(expert_ids):
             self.is_due = False
-            if x is not None and len(x):
-                self._measure_outputs(x[: self.monitor.sample].detach(), expert_ids[: self.monitor.sample])
+            if x is not None:
+                self._measure_outputs(x[:sample].detach(), expert_ids[:sample])
+
+    def _measure_gate(self, x: Tensor) -> None:
+        if self._sample is not None:
+            former, best = self._sample
+            now = self.layer.logits_of(former.to(x.device, x.dtype)).argmax(dim=1)
+            self.measured["changed"] = (now != best.to(x.device)).double().mean()
+        self._sample = x.clone(), self.layer.logits_of(x).argmax(dim=1)
 
     def _measure_outputs(self, x: Tensor, expert_ids: Tensor) -> None:
         E, ids = self.layer.num_experts, expert_ids.reshape(-1).long()
@@ -170,13 +194,27 @@ class _WatchedLayer:
         sums = norms.new_zeros(2, E + 1).scatter_add(1, ids.expand(2, -1), torch.stack((norms, torch.ones_like(norms))))
         self.measured["output_norm"] = sums[0, :E] / sums[1, :E]
 
-    def close_step(self, step: int, measure_weights: bool) -> None:
-        counters, ema = self.counters, self.monitor.ema
-        counters.past[step % len(counters.past)] = counters.now
-        counters.average.mul_(ema).add_(counters.now, alpha=1 - ema)
-        counters.now.zero_()
-        if measure_weights:
-            self._measure_weights()
+    def close_step(self, step: int, due: bool) -> None:
+        self.counters.close_step(step, self.monitor.ema)
+        if due:
+            self._measure_what_was_compiled()
+            if not any(weight.parameter.device.type == "meta" for weight in self.layer.expert_weights()):  # offloaded
+                self._measure_weights()
+
+    def _measure_what_was_compiled(self) -> None:
+        gate_input, experts_input = self._gate_input, self._experts_input
+        self._gate_input = self._experts_input = None
+        for given in (gate_input, experts_input):
+            x = given[0] if isinstance(given, tuple) else given
+            if x is None or not len(x):
+                continue
+            half = x.dtype in (torch.bfloat16, torch.float16)
+            with torch.autocast(x.device.type, x.dtype) if half else nullcontext():
+                if given is gate_input:
+                    self._measure_gate(x)
+                else:
+                    assert experts_input is not None
+                    self._measure_outputs(*experts_input)
 
     def _measure_weights(self) -> None:
         if gates := self.layer.gate_weights:
@@ -194,11 +232,12 @@ class _WatchedLayer:
 
     def read(self, over: str) -> LayerReading:
         counters, E, steps = self.counters, self.layer.num_experts, self.monitor.steps
+        done = steps - self.monitor.first_step
         if over == "ema":
-            counted = counters.average.clone()
+            counted = counters.average / (1 - self.monitor.ema**done) if done else counters.average.clone()
         else:
             counted = over_window(torch.cat((counters.past, counters.now[None])))
-        kept = min(steps, len(counters.past))
+        kept = min(done, len(counters.past))
         order = [(steps - kept + index) % len(counters.past) for index in range(kept)]
         history = counters.past[order, : counters.columns]
         if self.monitor.group is not None:
@@ -219,6 +258,14 @@ class _WatchedLayer:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _all_of(name: str, given: Iterable[Any], fits: Callable[[Any], bool], example: str) -> list[Any]:
+    """The list of what was given; TypeError where it is none of such."""
+    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
+    if not all(map(fits, found)):
+        raise TypeError(f"MoEMonitor: {name} must be a list, such as [{example}]; got {given!r}.")
+    return found
 
 
 def _squares(weight: ExpertWeight, tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
 
 COLD = 0.3
@@ -91,11 +92,11 @@ class Reading:
     def as_dict(self) -> dict[str, Any]:
         return {"step": self.step, "layers": {layer.name: layer.as_dict() for layer in self.layers}}
 
-    def __rich__(self) -> Table:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         """A line for each layer: rich's `print(reading)`."""
         from .terminal import table
 
-        return table(self)
+        yield table(self, options.max_width)
 
 
 def measure(counted: Tensor, num_experts: int) -> tuple[dict[str, float], Tensor]:
@@ -109,7 +110,11 @@ def measure(counted: Tensor, num_experts: int) -> tuple[dict[str, float], Tensor
     sums = dict(zip(SUMS, counted[2 * columns :].tolist(), strict=True))
     served, tokens = slots.sum().item(), sums["tokens"]
     load = slots / served if served else torch.full_like(slots, math.nan)
-    own = load[:num_experts] / load[:num_experts].sum()
+    own = load[:num_experts] / load[:num_experts].sum().clamp(min=1e-300)  # identity and null experts may have got all
+
+    balance = math.nan
+    if tokens:
+        balance = columns * (load @ probabilities).item() / tokens if served else 0.0
 
     def per_token(name: str) -> float:
         return sums[name] / tokens if tokens else math.nan
@@ -126,7 +131,7 @@ def measure(counted: Tensor, num_experts: int) -> tuple[dict[str, float], Tensor
         "logit_max": sums["logit_max"] if tokens else math.nan,
         "router_entropy": per_token("router_entropy"),
         "confidence": per_token("confidence"),
-        "load_balancing_loss": columns * (load @ probabilities).item() / tokens if tokens else math.nan,
+        "load_balancing_loss": balance,
         "z_loss": per_token("squared_logsumexp"),
     }, load
 

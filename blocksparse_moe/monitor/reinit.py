@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import index
 
 import torch
 from torch import Tensor, nn
+
+from blocksparse_moe_kernels.launch import check_type
 
 from ..checks import number
 from .layer import ExpertWeight, Layer
@@ -29,20 +32,21 @@ def reinit_experts(
         model: a `dMoE`, or a model that has MoE layers, ours or those of transformers.
         expert_ids: the experts, below E.
         layer: name of the module that holds them in the model, as a monitor has it; may be left out where there is one only.
-        optimizer: its state of those rows becomes nil (moments of Adam, momentum), that of others stays. What it holds of no
-            row, as its step, stays as well.
+        optimizer: its state of those experts becomes nil (moments of Adam and Adafactor, momentum), that of others stays. What
+            it holds of no expert, as its step, stays as well.
         std: of the normal distribution; the layer's own if not given.
         router: draw what the router holds of these experts anew as well: rows of the gate with the mean and the standard
             deviation that the others' have in each column, biases as the mean of the others'.
         generator: of the random numbers.
     Raises:
-        ValueError: no such layer or expert, or more than one layer and no name.
+        ValueError: no such layer or expert, or more than one layer and no name; TypeError: ids that are no integers.
         NotImplementedError: the weights are distributed.
     """
+    check_type("reinit_experts", "model", model, nn.Module, "Give the model, or a dMoE.")
+    if optimizer is not None:
+        check_type("reinit_experts", "optimizer", optimizer, torch.optim.Optimizer, "Give the one of these weights.")
     found = _named(model, layer)
-    ids = sorted(set(expert_ids))
-    if not all(isinstance(expert, int) and 0 <= expert < found.num_experts for expert in ids):
-        raise ValueError(f"reinit_experts: expert_ids must be integers in [0, {found.num_experts}); got {ids}.")
+    ids = _indices(expert_ids, found.num_experts)
     if not ids:
         return
     deviation = found.init_std if std is None else std
@@ -76,6 +80,20 @@ def _renew_gate(
             _forget(optimizer, ExpertWeight(name, held, None), ids)
 
 
+def _indices(expert_ids: Iterable[int], num_experts: int) -> list[int]:
+    wanted = f"reinit_experts: expert_ids must be integers in [0, {num_experts}), such as [3, 7]; got {expert_ids!r}."
+    try:
+        given = expert_ids.tolist() if hasattr(expert_ids, "tolist") else list(expert_ids)
+        if any(isinstance(expert, bool) for expert in given):
+            raise TypeError(f"{wanted} Of a mask take mask.nonzero().flatten().")
+        ids = sorted(set(map(index, given)))
+    except TypeError as error:
+        raise error if str(error).startswith(wanted) else TypeError(wanted) from None
+    if ids and not 0 <= ids[0] <= ids[-1] < num_experts:
+        raise ValueError(wanted)
+    return ids
+
+
 def _named(model: nn.Module, name: str | None) -> Layer:
     layers = find_layers(model)
     names = [layer.name for layer in layers]
@@ -100,6 +118,7 @@ def _parts(weight: ExpertWeight, tensor: Tensor, ids: list[int]) -> Iterator[Ten
 def _forget(optimizer: torch.optim.Optimizer | None, weight: ExpertWeight, ids: list[int]) -> None:
     if optimizer is not None:
         for held in optimizer.state.get(weight.parameter, {}).values():
-            if isinstance(held, Tensor) and held.shape == weight.parameter.shape:
+            # Moments have the shape of the parameter; Adafactor's have its first dimension.
+            if isinstance(held, Tensor) and held.shape[:1] == weight.parameter.shape[:1]:
                 for part in _parts(weight, held, ids):
                     part.zero_()

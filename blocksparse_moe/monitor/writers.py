@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -113,7 +114,7 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self.registry = CollectorRegistry() if registry is None else registry
-        self._step = Gauge("moe_step", "steps that the monitor has seen", registry=self.registry)
+        self._step = Gauge("moe_step", "steps of the training", registry=self.registry)
         self._scalars = {
             name: Gauge(f"moe_{name}", meaning, ["layer"], registry=self.registry) for name, meaning in SCALARS.items()
         }
@@ -124,7 +125,11 @@ class Prometheus:
         self._server = None
         self.port = port
         if port is not None:
-            self._server, _ = start_http_server(port, address, self.registry)
+            try:
+                self._server, _ = start_http_server(port, address, self.registry)
+            except OSError as error:
+                self._unregister()
+                raise OSError(f"Prometheus: cannot serve {address}:{port}: {error}. Port 0 takes a free one.") from error
             self.port = self._server.server_port
 
     def write(self, reading: Reading) -> None:
@@ -141,10 +146,18 @@ class Prometheus:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+        self._unregister()
+
+    def _unregister(self) -> None:
+        """So that the next one may be made in the same registry."""
+        for gauge in (self._step, *self._scalars.values(), *self._experts.values()):
+            with suppress(KeyError):
+                self.registry.unregister(gauge)
 
 
 class Figure:
-    """A PNG that is drawn anew at every reading: of each layer the load of every expert over the steps, and its course."""
+    """A PNG that is drawn anew at every reading: the load of every expert over the steps, one layer below the other, and the
+    course of all layers."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         require("matplotlib", "3.9", "Figure")
@@ -155,8 +168,9 @@ class Figure:
     def write(self, reading: Reading) -> None:
         self._maps.extend(reading)
         for layer in reading:
-            values = (layer.scalars["load_max_over_mean"], layer.scalars["load_entropy"])
-            self._course.setdefault(layer.name, []).append((reading.step, *values))
+            course = self._course.setdefault(layer.name, [])
+            course[:] = [point for point in course if point[0] < reading.step]  # of a training that began again
+            course.append((reading.step, layer.scalars["load_max_over_mean"], layer.scalars["load_entropy"]))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f".{self.path.name}")
         self._draw(reading).savefig(beside, format="png", dpi=120)
@@ -167,33 +181,45 @@ class Figure:
         from matplotlib.figure import Figure as Canvas
         from matplotlib.ticker import MaxNLocator
 
-        layers = reading.layers
-        canvas = Canvas(figsize=(11, 0.6 + 2 * len(layers)), layout="constrained")
+        names = [layer.name for layer in reading if self._maps[layer.name].columns]
+        height = min(40, 2.5 + 0.8 * len(names))
+        canvas = Canvas(figsize=(12, height))
         FigureCanvasAgg(canvas)
-        all_axes = canvas.subplots(len(layers), 2, squeeze=False, width_ratios=(3, 2), sharex="col")
-        for (left, right), layer in zip(all_axes, layers, strict=True):
-            heat = self._maps[layer.name]
-            if heat.columns:
-                extent = (0.5, len(heat.columns) * heat.stride + 0.5, len(heat.columns[0]) - 0.5, -0.5)
-                style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": _MAP}
-                picture = left.imshow(heat.image.numpy(), vmin=0, vmax=_HOTTEST, extent=extent, **style)
-                canvas.colorbar(picture, ax=left, label="load, 1 = mean")
-            left.set_title(layer.name or "model", loc="left", fontsize="small")
-            left.set_ylabel("expert")
-            left.yaxis.set_major_locator(MaxNLocator(integer=True))
+        edges = {"left": 0.16, "right": 0.98, "top": 1 - 0.4 / height, "bottom": 0.6 / height}
+        grid = canvas.add_gridspec(2, 2, width_ratios=(2, 1), wspace=0.16, hspace=0.2, **edges)
+        left, above, below = (canvas.add_subplot(grid[place]) for place in ((slice(None), 0), (0, 1), (1, 1)))
+        if names:  # as many pixels down for each layer, a blank line between them
+            images = [_stretched(self._maps[name].image, 32) for name in names]
+            picture = torch.cat([torch.nn.functional.pad(image, (0, 0, 0, 2), value=torch.nan) for image in images])[:-2]
+            first, last = self._maps[names[0]].before + 0.5, self._maps[names[0]].end + 0.5
+            extent = (first, last, len(picture), 0)
+            style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": _MAP}
+            shown = left.imshow(picture.numpy(), vmin=0, vmax=_HOTTEST, extent=extent, **style)
+            canvas.colorbar(shown, ax=left, label="load, 1 = mean", pad=0.02, fraction=0.03, aspect=40)
+            left.set_yticks(
+                [34 * index + 16 for index in range(len(names))], [name or "model" for name in names], fontsize="small"
+            )
+        for index, layer in enumerate(reading):
             steps, hottest, entropy = zip(*self._course[layer.name], strict=True)
-            right.plot(steps, hottest, color="C3", label="max / mean load")
-            right.plot(steps, entropy, color="C0", label="entropy of the load")
-            right.set_ylim(bottom=0)
-            right.spines[["top", "right"]].set_visible(False)
-        all_axes[0, 1].legend(frameon=False, fontsize="small")
-        for axes in all_axes[-1]:
+            colour = f"C{index % 10}"
+            above.plot(steps, hottest, color=colour, linewidth=1)
+            below.plot(steps, entropy, color=colour, linewidth=1)
+        above.set_title("max / mean load", loc="left", fontsize="medium")
+        below.set_title("entropy of the load", loc="left", fontsize="medium")
+        below.set_ylim(0, 1.05)
+        for axes in (left, below):
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         return canvas
 
     def close(self) -> None:
         pass
+
+
+def _stretched(image: Tensor, height: int) -> Tensor:
+    """[height, columns]: of more experts than lines a line shows the hottest of its neighbours."""
+    top = torch.nn.functional.adaptive_max_pool1d(image.nan_to_num(-1).T, height).T
+    return torch.where(top < 0, torch.nan, top)
 
 
 class Terminal:
