@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blocksparse_moe import Topology, expert_mlp
 from blocksparse_moe_kernels import ACTIVATIONS, Activation, get_activation
 
-from .support import DEVICE, each_backend, each_backend_slowly
+from .support import DEVICE, each_backend_slowly
 
 positive = st.floats(1e-3, 1e3)
 limits = st.none() | positive
@@ -79,7 +79,7 @@ def test_values():
     torch.testing.assert_close(get_activation("swiglu(gate_limit=10, up_limit=10)")(pre), expected)
 
 
-@each_backend
+@each_backend_slowly
 def test_gradients_at_the_limits(backend):
     """One expert that hands its columns on, so that they lie below, at and beyond the limits."""
     values = torch.tensor([-9.0, -7.0, -1.0, 0.0, 1.0, 7.0, 9.0, math.nextafter(7, 8)], device=DEVICE)

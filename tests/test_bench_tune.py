@@ -152,7 +152,8 @@ def test_the_shipped_table_is_what_the_tuner_writes():
     assert table_text(90, [], {}) == config.table_file(90).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("product", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("product", ["rows", "columns"])
 def test_products_run_in_every_tile_and_the_table_is_written(product, monkeypatch, tmp_path, capsys):
     """The real products, in the interpreter where there is no GPU; only the clock is not real."""
     if not HAS_CUDA:

@@ -291,7 +291,7 @@ def test_gradients_accumulate(backend):
     [("torch", torch.float16), ("torch", torch.bfloat16), ("triton", torch.float16)] + [("triton", torch.bfloat16)] * HAS_CUDA,
     ids=str,
 )
-@pytest.mark.parametrize("config", [SMALL, UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("config", [SMALL, pytest.param(UNEQUAL, marks=pytest.mark.slow)], ids=["equal", "unequal"])
 def test_a_narrow_module(config, backend, dtype):
     layer = build(config, backend)
     layer = layer.half() if dtype == torch.float16 else layer.bfloat16()
@@ -533,7 +533,7 @@ PARTS = {
     ("part", "backend"),
     [
         *((part, "torch") for part in PARTS),
-        ("weights", "triton"),
+        pytest.param("weights", "triton", marks=pytest.mark.slow),
         pytest.param("input and router", "triton", marks=pytest.mark.slow),
     ],
 )

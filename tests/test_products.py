@@ -22,6 +22,7 @@ from .support import (
     column_choices,
     each_backend,
     each_backend_and_dtype,
+    each_backend_and_dtype_slowly,
     layouts,
     leaf,
     randn,
@@ -100,7 +101,7 @@ def test_dsd(backend, dtype, data):
         assert_within_budget(name, *results, dtype)
 
 
-@each_backend_and_dtype
+@each_backend_and_dtype_slowly
 @given(data=st.data())
 def test_dsd_of_a_transposed_matrix(backend, dtype, data):
     routing = data.draw(routings())

@@ -28,7 +28,7 @@ from tests.support import DEVICE, HAS_CUDA, each_backend_slowly
     ("backend", "counts", "hidden", "ffn"),
     [
         pytest.param("torch", (162, 0, 2577, 446, 0, 83), 64, 48, id="torch"),
-        pytest.param("triton", (17, 0, 37, 9, 0, 1), 40, 24, id="triton"),
+        pytest.param("triton", (17, 0, 37, 9, 0, 1), 40, 24, id="triton", marks=pytest.mark.slow),
         pytest.param("torch", (162, 0, 2577, 446, 0, 83), 2048, 768, id="torch-real", marks=pytest.mark.gpu),
         pytest.param("triton", (162, 0, 2577, 446, 0, 83), 2048, 768, id="triton-real", marks=pytest.mark.gpu),
     ],

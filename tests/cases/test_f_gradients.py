@@ -277,6 +277,7 @@ def test_hooks_see_every_kept_activation(backend):
         assert torch.equal(found, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.case("F10")
 @each_backend_slowly
 def test_dropped_graphs_leave_nothing_behind(backend):
