@@ -29,7 +29,7 @@ class TorchRandom:
 
 
 hypothesis.register_random(TorchRandom)
-DEFAULT = hypothesis.settings(deadline=None, max_examples=30, print_blob=True, derandomize="CI" in os.environ)
+DEFAULT = hypothesis.settings(deadline=None, max_examples=25, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.register_profile("default", DEFAULT)
 hypothesis.settings.register_profile("quick", DEFAULT, max_examples=6)
 hypothesis.settings.register_profile("sanitizer", DEFAULT, max_examples=3)

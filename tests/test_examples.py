@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
-SHORTER = {"balance.py": ["--steps", "30"]}  # four trainings
+SHORTER = {"balance.py": ["--steps", "16"]}  # four trainings
 
 pytest.importorskip("transformers", minversion="5.9")
 pytest.importorskip("peft")

@@ -129,7 +129,7 @@ def test_compile(name, model):
 
 
 @pytest.mark.slow
-@families
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_compile_by_name_alone(name, model):
     """Without a patch: as `from_pretrained(..., experts_implementation="blocksparse")` has it."""
     given = inputs(model, name)
