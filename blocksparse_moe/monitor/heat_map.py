@@ -18,10 +18,15 @@ class HeatMap:
     """
 
     def __init__(self, limit: int = 1024) -> None:
-        self.limit, self.stride, self.before = limit, 1, 0
+        self.limit = limit
+        self._begin(0)
+        self._step: int | None = None
+
+    def _begin(self, before: int) -> None:
+        """An empty map whose first column comes after so many steps."""
+        self.before, self.stride = before, 1
         self.columns: list[Tensor] = []
         self._rest: list[Tensor] = []
-        self._step: int | None = None
 
     @property
     def end(self) -> int:
@@ -33,8 +38,8 @@ class HeatMap:
         already begins a new map."""
         history = layer.history
         if self._step is None or step < self._step:
-            self.__init__(self.limit)  # type: ignore[misc]
-            self.before = self._step = step - len(history)
+            self._step = step - len(history)
+            self._begin(self._step)
         missing = step - self._step - len(history)
         new = history[max(0, -missing) :]
         self._step = step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -204,17 +204,12 @@ class _WatchedLayer:
     def _measure_what_was_compiled(self) -> None:
         gate_input, experts_input = self._gate_input, self._experts_input
         self._gate_input = self._experts_input = None
-        for given in (gate_input, experts_input):
-            x = given[0] if isinstance(given, tuple) else given
-            if x is None or not len(x):
-                continue
-            half = x.dtype in (torch.bfloat16, torch.float16)
-            with torch.autocast(x.device.type, x.dtype) if half else nullcontext():
-                if given is gate_input:
-                    self._measure_gate(x)
-                else:
-                    assert experts_input is not None
-                    self._measure_outputs(*experts_input)
+        if gate_input is not None and len(gate_input):
+            with _autocast_to(gate_input):
+                self._measure_gate(gate_input)
+        if experts_input is not None and len(experts_input[0]):
+            with _autocast_to(experts_input[0]):
+                self._measure_outputs(*experts_input)
 
     def _measure_weights(self) -> None:
         if gates := self.layer.gate_weights:
@@ -266,6 +261,12 @@ def _all_of(name: str, given: Iterable[Any], fits: Callable[[Any], bool], exampl
     if not all(map(fits, found)):
         raise TypeError(f"MoEMonitor: {name} must be a list, such as [{example}]; got {given!r}.")
     return found
+
+
+def _autocast_to(x: Tensor) -> AbstractContextManager:
+    """As it may have been where x was computed: weights can be wider."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(x.device.type, x.dtype) if half else nullcontext()
 
 
 def _squares(weight: ExpertWeight, tensor: Tensor) -> Tensor:
