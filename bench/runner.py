@@ -6,6 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -172,6 +173,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
+@cache
 def versions() -> str:
     installed = {distribution.name for distribution in metadata.distributions()}
     named = [f"{name} {metadata.version(name)}" for name in ("triton", "transformers") if name in installed]
@@ -179,6 +181,6 @@ def versions() -> str:
 
 
 def _free(device: torch.device) -> None:
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

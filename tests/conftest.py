@@ -6,6 +6,7 @@ import os
 import sys
 from collections import defaultdict
 from importlib import metadata
+from importlib.util import find_spec
 
 import hypothesis
 import pytest
@@ -18,6 +19,10 @@ if not HAS_CUDA:
     if "triton" in sys.modules:
         raise pytest.UsageError("triton was imported before tests/conftest.py could choose its interpreter")
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton") is not None:
+        from tests.quick_interpreter import install
+
+        install()
 
 
 class TorchRandom:
@@ -29,7 +34,7 @@ class TorchRandom:
 
 
 hypothesis.register_random(TorchRandom)
-DEFAULT = hypothesis.settings(deadline=None, max_examples=25, print_blob=True, derandomize="CI" in os.environ)
+DEFAULT = hypothesis.settings(deadline=None, max_examples=20, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.register_profile("default", DEFAULT)
 hypothesis.settings.register_profile("quick", DEFAULT, max_examples=6)
 hypothesis.settings.register_profile("sanitizer", DEFAULT, max_examples=3)
