@@ -20,7 +20,8 @@ from blocksparse_moe_kernels import Columns, Topology, get_activation
 from blocksparse_moe_kernels.launch import check_type
 
 from .autocast import autocast_dtype
-from .backends import ExpertSpec, ExpertWeights, check_name, report, select
+from .backends import ExpertSpec, ExpertWeights, check_execution, report, select
+from .backends.execution import Execution
 from .checks import number, positive_integer
 from .router import Router, RouterConfig, RouterOutput
 
@@ -109,11 +110,13 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
+        precision: str | None = None,
+        require_fused: bool = False,
     ) -> None:
         super().__init__()
         check_type("Experts", "config", config, MoEConfig, "Give MoEConfig(hidden_size, ffn_hidden_size, num_experts).")
         self.config = config
-        self.backend = check_name(backend)
+        self.execution = check_execution(Execution(backend, precision, require_fused))
         columns, H, E = config.columns, config.hidden_size, config.num_experts
         halves = get_activation(config.activation).halves
         self.up_name = "gate_up_proj" if halves == 2 else "up_proj"
@@ -153,19 +156,21 @@ class Experts(nn.Module):
             dtype or weight.dtype,
             weight.device,
             config.recompute,
+            self.execution,
         )
 
     def forward(self, x: Tensor, topology: Topology, routing_weights: Tensor | None = None) -> Tensor:
         check_type("Experts", "the input", x, Tensor, "Make one with torch.as_tensor.")
         spec = self.spec(autocast_dtype(self.down_proj))
-        backend, _ = select(self.backend, spec)
+        backend, _ = select(spec)
         return backend.experts(x, topology, routing_weights, self.weights, spec)
 
     def extra_repr(self) -> str:
         config = self.config
         return (
             f"{config.num_experts} experts, H={config.hidden_size}, F={config.columns}, {config.activation}, "
-            f"bias={config.bias}, backend={self.backend!r}"
+            f"bias={config.bias}, backend={self.execution.backend!r}"
+            + (f", precision={self.execution.precision!r}" if self.execution.precision else "")
         )
 
 
@@ -232,7 +237,11 @@ class dMoE(nn.Module):
     Args:
         config: sizes and router.
         device, dtype: of the parameters.
-        backend: "auto" chooses by device; "triton" or "torch" means exactly that, or an error that says why not.
+        backend: "auto" chooses by device and precision; "triton", "torch" or "te" (NVIDIA Transformer Engine) means exactly
+            that, or an error that says why not.
+        precision: of the experts' products: "bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8" or "nvfp4"; None is the
+            dtype of the weights, or autocast's. docs/low-precision.md says which backend has which.
+        require_fused: refuse to run unless Transformer Engine's fused grouped MLP does.
     Shape:
         x [..., H] -> [..., H], in the dtype of x, or autocast's. `expert_ids` [T, K] takes the place of the router's choice:
         see `Router`. With `return_routing` also the `RouterOutput` of its tokens:
@@ -249,6 +258,8 @@ class dMoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
+        precision: str | None = None,
+        require_fused: bool = False,
     ) -> None:
         super().__init__()
         check_type("dMoE", "config", config, MoEConfig, "Give MoEConfig(hidden_size, ffn_hidden_size, num_experts).")
@@ -260,9 +271,11 @@ class dMoE(nn.Module):
             init_std=config.init_std,
             device=device,
             dtype=dtype,
-            backend=backend,
+            backend="auto" if backend == "te" else backend,
         )
-        self.experts = Experts(config, device=device, dtype=dtype, backend=backend)
+        self.experts = Experts(
+            config, device=device, dtype=dtype, backend=backend, precision=precision, require_fused=require_fused
+        )
         has_shared = config.shared_ffn_hidden_size > 0
         self.shared_expert = SharedExpert(config, device=device, dtype=dtype) if has_shared else None
 
@@ -297,4 +310,4 @@ class dMoE(nn.Module):
 
     def backend_report(self) -> str:
         """Which backend computes the experts of this layer as it is now, why, and why the others would not."""
-        return report(self.experts.backend, self.experts.spec())
+        return report(self.experts.spec())

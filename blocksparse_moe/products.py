@@ -15,9 +15,6 @@ from blocksparse_moe_kernels import torch_products
 
 Implementation = Literal["torch", "triton"]
 
-PLANNED = ("te",)
-"""Backends that a later version is to have."""
-
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON_LAUNCHERS = {
     "sdd": "sdd",
@@ -25,6 +22,9 @@ _TRITON_LAUNCHERS = {
     "dsd": "dsd",
     "dsd_transposed": "dsd_transposed",
     "combine": "combine",
+    "sum_slots": "combine",
+    "gather_rows": "padding",
+    "scaled_activation": "scaled_activation",
     "activation_backward": "activation_backward",
     "expert_sum": "bias",
     "expert_sum_tokens": "bias",
@@ -41,8 +41,10 @@ def constant_when_compiled(function: Callable) -> Callable:
 
 
 def unknown(name: str) -> str:
-    """Why there is no backend `name`."""
-    return f"is not {'available yet in this version' if name in PLANNED else 'known'}; choose one of auto, triton, torch"
+    """Why there are no products by `name`."""
+    if name == "te":
+        return "computes whole layers, as dMoE and patch_huggingface do; for single products choose one of auto, triton, torch"
+    return "is not known; choose one of auto, triton, torch"
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

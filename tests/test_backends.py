@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blocksparse_moe import products
 from blocksparse_moe.backends import BACKENDS, ExpertSpec, ExpertWeights, check_name, report, select
+from blocksparse_moe.backends.execution import Execution
 from blocksparse_moe.custom_ops.define import flatten
 from blocksparse_moe_kernels import Columns, Topology, get_activation, reference, torch_products
 
@@ -19,39 +20,41 @@ from .support import DEVICE, HAS_CUDA, each_backend
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
 
-def spec(dtype: torch.dtype = torch.float32, device: torch.device = DEVICE) -> ExpertSpec:
-    return ExpertSpec(Columns.equal(6, 3), 8, "swiglu", False, dtype, device)
+def spec(name: str = "auto", dtype: torch.dtype = torch.float32, device: torch.device = DEVICE) -> ExpertSpec:
+    return ExpertSpec(Columns.equal(6, 3), 8, "swiglu", False, dtype, device, execution=Execution(name))
 
 
 # -------------------------------------------------------------------- which one, and why
 
 
 def test_the_registry():
-    assert list(BACKENDS) == ["triton", "torch"]
+    assert list(BACKENDS) == ["triton", "torch", "te"]
     for name, backend in BACKENDS.items():
         assert backend.name == name
         assert check_name(name) == name
     assert check_name("auto") == "auto"
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [(name, "is not known") for name in ("Triton", "", "grouped_mm")] + [("te", "is not available yet in this version")],
-)
-def test_unknown_names(name, reason):
-    message = f"backend: '{name}' {reason}; choose one of auto, triton, torch"
+@pytest.mark.parametrize("name", ["Triton", "", "grouped_mm"])
+def test_unknown_names(name):
+    message = f"backend: '{name}' is not known; choose one of auto, triton, torch"
     with pytest.raises(ValueError, match=message):
         check_name(name)
     with pytest.raises(ValueError, match=message):
-        select(name, spec())
+        select(spec(name))
     with pytest.raises(ValueError, match=message):
         products.choose(name, CPU, torch.float32)
+
+
+def test_single_products_are_not_for_transformer_engine():
+    with pytest.raises(ValueError, match=r"backend: 'te' computes whole layers.*choose one of auto, triton, torch"):
+        products.choose("te", CPU, torch.float32)
 
 
 @pytest.mark.parametrize("device", [CPU, META, torch.device("mps")], ids=str)
 def test_auto_is_torch_where_there_is_no_cuda(device):
     assert products.choose("auto", device, torch.float32) == ("torch", f"the default on {device.type}")
-    backend, reason = select("auto", spec(device=device))
+    backend, reason = select(spec(device=device))
     assert (backend.name, reason) == ("torch", f"the default on {device.type}")
 
 
@@ -71,7 +74,7 @@ def test_auto_on_cuda(monkeypatch, dtype, capability, hip, expected):
     monkeypatch.setattr(products, "_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert products.choose("auto", CUDA, dtype) == expected
-    backend, reason = select("auto", spec(dtype, CUDA))
+    backend, reason = select(spec(dtype=dtype, device=CUDA))
     assert (backend.name, reason) == expected
 
 
@@ -79,7 +82,7 @@ def test_auto_on_cuda(monkeypatch, dtype, capability, hip, expected):
 def test_a_backend_that_was_asked_for(name):
     assert products.why_not(name, DEVICE, torch.float32) is None
     assert products.choose(name, DEVICE, torch.float32) == (name, "asked for")
-    assert BACKENDS[name].why_not(spec()) is None
+    assert BACKENDS[name].why_not(spec(name)) is None
 
 
 @pytest.mark.parametrize(
@@ -91,47 +94,52 @@ def test_a_backend_that_was_asked_for(name):
     ids=["triton in fp64", "triton on meta"],
 )
 def test_a_backend_that_cannot_says_why(name, dtype, device, reason):
-    assert BACKENDS[name].why_not(spec(dtype, device)).startswith(reason)
+    assert BACKENDS[name].why_not(spec(name, dtype, device)).startswith(reason)
     with pytest.raises(NotImplementedError) as error:
-        select(name, spec(dtype, device))
+        select(spec(name, dtype, device))
     assert str(error.value).startswith(f"backend {name!r} {reason}")
-    assert report(name, spec(dtype, device)).startswith(f"backend triton (asked for) cannot run here: it {reason}")
+    assert report(spec(name, dtype, device)).startswith(f"nothing runs here: backend 'triton' {reason}")
 
 
 @pytest.mark.parametrize("name", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
 def test_only_floating_dtypes_are_computed(name, dtype):
     with pytest.raises(TypeError, match=f"backend '{name}' needs a floating dtype; got {dtype}"):
-        select(name, spec(dtype, CPU))
+        select(spec(name, dtype, CPU))
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="about machines without a GPU")
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
     monkeypatch.setattr(products, "_interpreting", lambda: False)
     with pytest.raises(NotImplementedError, match=r"the tensors are on cpu \(TRITON_INTERPRET=1"):
-        select("triton", spec())
-    assert select("auto", spec())[0].name == "torch"
+        select(spec("triton"))
+    assert select(spec())[0].name == "torch"
 
 
 def test_triton_that_is_not_installed(monkeypatch):
     absent = lambda name: None if name == "triton" else importlib.util.find_spec(name)  # noqa: E731
     monkeypatch.setattr(products, "find_spec", absent)
     with pytest.raises(NotImplementedError, match=r"needs Triton, which is not installed \(pip install triton\)"):
-        select("triton", spec())
-    text = report("auto", spec(device=CUDA))
+        select(spec("triton"))
+    text = report(spec(device=CUDA))
     assert text.startswith("backend torch (triton needs Triton, which is not installed")
     assert text.splitlines()[0].endswith(f"torch {torch.__version__}")
 
 
 def test_report():
-    first, *others = report("torch", spec()).splitlines()
+    obstacle = BACKENDS["te"].why_not(spec())
+    te = f"  te: {'possible, not chosen' if obstacle is None else obstacle}"
+    first, *others = report(spec("torch")).splitlines()
     assert first.startswith(f"backend torch (asked for), torch {torch.__version__}, triton ")
-    assert others == ["  triton: possible, not chosen"]
-    _, *others = report("triton", spec()).splitlines()
-    assert others == ["  torch: possible, not chosen"]
-    first, *others = report("auto", spec(torch.float64, META)).splitlines()
+    assert others == ["  triton: possible, not chosen", te]
+    _, *others = report(spec("triton")).splitlines()
+    assert others == ["  torch: possible, not chosen", te]
+    first, *others = report(spec(dtype=torch.float64, device=META)).splitlines()
     assert first.startswith("backend torch (the default on meta)")
-    assert others == ["  triton: computes in fp32, fp16 and bf16; got torch.float64"]
+    assert others == [
+        "  triton: computes in fp32, fp16 and bf16; got torch.float64",
+        "  te: needs a CUDA device; the tensors are on meta",
+    ]
 
 
 @each_backend

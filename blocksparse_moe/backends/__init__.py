@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from blocksparse_moe_kernels import Columns, Topology
+from blocksparse_moe_kernels.launch import check_type
 
-from ..products import choose, describe_versions, unknown
+from ..products import choose, describe_versions
+from .execution import Execution
 from .products import ProductBackend
+from .te import TransformerEngine
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class ExpertSpec:
         dtype: dtype of the computation.
         device: where the weights are.
         recompute: whether training keeps only the inputs, and computes the pre-activation once more.
+        execution: backend, precision and memory.
     """
 
     columns: Columns
@@ -35,6 +39,7 @@ class ExpertSpec:
     dtype: torch.dtype
     device: torch.device
     recompute: bool = False
+    execution: Execution = field(default_factory=Execution)
 
 
 @dataclass(frozen=True)
@@ -55,45 +60,85 @@ class Backend(Protocol):
     def why_not(self, spec: ExpertSpec) -> str | None:
         """Why this backend cannot compute `spec`, or None."""
 
+    def describe(self, spec: ExpertSpec) -> list[str]:
+        """What a report should say of how it computes `spec`, line by line."""
+
     def experts(
-        self, x: Tensor, topology: Topology, routing_weights: Tensor | None, weights: ExpertWeights, spec: ExpertSpec
+        self,
+        x: Tensor,
+        topology: Topology,
+        routing_weights: Tensor | None,
+        weights: ExpertWeights,
+        spec: ExpertSpec,
     ) -> Tensor:
         """x [T, H] -> [T, H], differentiable in x, routing_weights and weights."""
 
 
-BACKENDS: dict[str, Backend] = {"triton": ProductBackend("triton"), "torch": ProductBackend("torch")}
+BACKENDS: dict[str, Backend] = {
+    "triton": ProductBackend("triton"),
+    "torch": ProductBackend("torch"),
+    "te": TransformerEngine(),
+}
+
+PRECISIONS = ("bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
 
 
 def check_name(name: str) -> str:
     """`name` itself; ValueError unless it is "auto" or a backend."""
     if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"backend: {name!r} {unknown(name)}.")
+        raise ValueError(f"backend: {name!r} is not known; choose one of auto, {', '.join(BACKENDS)}.")
     return name
 
 
-def select(name: str, spec: ExpertSpec) -> tuple[Backend, str]:
-    """The backend that runs `spec` for `name` ("auto" included), and why.
+def check_execution(execution: Execution) -> Execution:
+    """`execution` itself; ValueError or TypeError unless backend and precision are known."""
+    check_name(execution.backend)
+    if execution.precision is not None and execution.precision not in PRECISIONS:
+        raise ValueError(f"precision: {execution.precision!r} is not known; choose one of {', '.join(PRECISIONS)}, or None.")
+    check_type("backend", "require_fused", execution.require_fused, bool, "Give True or False.")
+    return execution
+
+
+def select(spec: ExpertSpec) -> tuple[Backend, str]:
+    """The backend that runs `spec`, and why.
 
     Raises:
-        ValueError: an unknown name; TypeError: no floating dtype; NotImplementedError: the named backend cannot, with the
-            reason.
+        ValueError: an unknown name, or precision "bf16" of other dtypes; TypeError: no floating dtype; NotImplementedError:
+            the named backend cannot, with the reason; for "auto" no backend can.
     """
-    check_name(name)
-    chosen, reason = choose(name, spec.device, spec.dtype)
-    return BACKENDS[chosen], reason
+    name, precision = spec.execution.backend, spec.execution.precision
+    if spec.execution.is_plain:
+        chosen, reason = choose(check_name(name), spec.device, spec.dtype)
+        return BACKENDS[chosen], reason
+    if precision == "bf16" and spec.dtype != torch.bfloat16:
+        raise ValueError(
+            f'precision="bf16": the experts compute in {spec.dtype}. Cast the layer, as by .bfloat16(), or use autocast.'
+        )
+    if name != "auto":
+        if (obstacle := BACKENDS[name].why_not(spec)) is not None:
+            raise NotImplementedError(f"backend {name!r} {obstacle}.")
+        return BACKENDS[name], "asked for"
+    order = ("triton", "torch", "te") if spec.device.type == "cuda" else ("torch", "triton", "te")
+    obstacles = {one: BACKENDS[one].why_not(spec) for one in order}
+    for one, obstacle in obstacles.items():
+        if obstacle is None:
+            return BACKENDS[one], f"the first that can on {spec.device.type}"
+    raise NotImplementedError(f"no backend can: {'; '.join(f'{one} {reason}' for one, reason in obstacles.items())}.")
 
 
-def report(name: str, spec: ExpertSpec) -> str:
-    """Which backend runs, why, and why the others would not: for people. One that was asked for may be unable to, too."""
-    obstacle = None if check_name(name) == "auto" else BACKENDS[name].why_not(spec)
-    if obstacle is None:
-        backend, reason = select(name, spec)
-        lines = [f"backend {backend.name} ({reason}), {describe_versions()}"]
+def report(spec: ExpertSpec) -> str:
+    """Which backend runs, why, and why the others would not: for people. None may be able to."""
+    chosen = None
+    try:
+        backend, reason = select(spec)
+    except NotImplementedError as error:
+        lines = [f"nothing runs here: {error} {describe_versions()}"]
     else:
-        backend = BACKENDS[name]
-        lines = [f"backend {name} (asked for) cannot run here: it {obstacle}; {describe_versions()}"]
+        chosen = backend.name
+        lines = [f"backend {chosen} ({reason}), {describe_versions()}"]
+        lines += [f"  {line}" for line in backend.describe(spec)]
     for other in BACKENDS.values():
-        if other.name != backend.name:
+        if other.name != chosen:
             obstacle = other.why_not(spec)
             lines.append(f"  {other.name}: {'possible, not chosen' if obstacle is None else obstacle}")
     return "\n".join(lines)

@@ -18,14 +18,29 @@ if TYPE_CHECKING:
 class ProductBackend:
     """sdd, activation, dsd, combine by one of the implementations in `blocksparse_moe.products`."""
 
+    precisions = ("bf16",)
+
     def __init__(self, name: str) -> None:
         self.name = name
 
     def why_not(self, spec: ExpertSpec) -> str | None:
+        execution = spec.execution
+        if execution.require_fused:
+            return "has no fused grouped MLP of Transformer Engine, which require_fused=True asks for; use backend='te'"
+        if execution.precision is not None and execution.precision not in self.precisions:
+            return f"does not compute in {execution.precision}, but in the dtype of the weights; use backend='te'"
         return why_not(self.name, spec.device, spec.dtype)
 
+    def describe(self, spec: ExpertSpec) -> list[str]:
+        return []
+
     def experts(
-        self, x: Tensor, topology: Topology, routing_weights: Tensor | None, weights: ExpertWeights, spec: ExpertSpec
+        self,
+        x: Tensor,
+        topology: Topology,
+        routing_weights: Tensor | None,
+        weights: ExpertWeights,
+        spec: ExpertSpec,
     ) -> Tensor:
         return expert_mlp(
             x,

@@ -128,11 +128,15 @@ def dsd_transposed(s: BlockSparse, x: Tensor, *, order: Order = "rows", like: Te
 def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Tensor:
     """out[t] = sum over the slots of token t of weights[slot] * y[row of slot]; see `triton.combine.combine`."""
     check_combine(y, topology, weights)
-    num_rows = int(topology.num_rows) if topology.num_slots else 0
-    if num_rows == 0 or y.shape[1] == 0:
+    return sum_slots(y, topology.rows, topology, weights)
+
+
+def sum_slots(y: Tensor, rows: Tensor, topology: Topology, weights: Tensor | None = None) -> Tensor:
+    """`combine` of rows that lie elsewhere; see `triton.combine.sum_slots`."""
+    if topology.num_slots == 0 or y.numel() == 0:
         return y.new_zeros(topology.num_tokens, y.shape[1])
     dtype = torch.promote_types(y.dtype, torch.float32)
-    rows, offsets = topology.rows, topology.token_offsets
+    offsets = topology.token_offsets
     weights = torch.ones_like(rows, dtype=dtype) if weights is None else weights.reshape(-1).to(dtype)
     if topology.token_slots is not None:
         rows, weights = rows[topology.token_slots], weights[topology.token_slots]
@@ -140,11 +144,25 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Ten
         last = topology.num_slots + 1
         offsets = torch.arange(0, last, topology.slots_per_token, dtype=torch.int32, device=y.device)
     wide = y.to(dtype)
-    if num_rows < topology.num_slots:  # dropped slots take a row of zeros, whatever lies in the tail or in their weights
-        wide = F.pad(wide[:num_rows], (0, 0, 0, 1))
-        rows, weights = torch.where(rows < 0, num_rows, rows), torch.where(rows < 0, 0, weights)
+    dropped = rows < 0
+    if dropped.any():  # they take a row of zeros, whatever lies in theirs or in their weights
+        wide = F.pad(wide, (0, 0, 0, 1))
+        rows, weights = torch.where(dropped, y.shape[0], rows), torch.where(dropped, 0, weights)
     out = F.embedding_bag(rows, wide, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
     return out.to(y.dtype)
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x by index, zeros where it is -1; see `triton.padding.gather_rows`."""
+    if x.numel() == 0:
+        return x.new_zeros(index.shape[0], x.shape[1])
+    return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], 0)
+
+
+def scaled_activation(pre: Tensor, activation: Activation, weights: Tensor) -> Tensor:
+    """`activation` of each row, times its weight; see `triton.scaled_activation.scaled_activation`."""
+    dtype = torch.promote_types(pre.dtype, torch.float32)
+    return (activation(pre.to(dtype)) * weights[:, None].to(dtype)).to(pre.dtype)
 
 
 def activation_backward(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology
 
+from ...backends.execution import Execution
 from ...ops import combine, dsd, sdd
 from .experts import ExpertWeights, compute
 
@@ -25,7 +26,7 @@ class Adapter:
     """How a class of modules is computed.
 
     Attributes:
-        forward: (module, arguments of its forward; backend, fused) -> what its forward returns.
+        forward: (module, arguments of its forward; execution, activation) -> what its forward returns.
         up: name of the up-projection, whose device and dtype choose the backend.
         holders: names of the parts that hold the weights, where it is not the module itself.
         act_fn: name of the activation function; None where the activation is not between two products.
@@ -79,7 +80,7 @@ def gate_around(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
     return gate
 
 
-def _llama4(module: Any, hidden_states: Tensor, *, backend: str, activation: str | None) -> tuple[Tensor, Tensor]:
+def _llama4(module: Any, hidden_states: Tensor, *, execution: Execution, activation: str | None) -> tuple[Tensor, Tensor]:
     """Llama4TextMoe: the routing weight scales the input of an expert, so every slot is a token of its own."""
     x = hidden_states.reshape(-1, module.hidden_dim)
     scores, router_logits = module.router(x)
@@ -89,25 +90,31 @@ def _llama4(module: Any, hidden_states: Tensor, *, backend: str, activation: str
     weights = ExpertWeights(experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2))
     topology = Topology.from_ids(expert_ids.reshape(-1, 1), weights.up.shape[0])
     gate = gate_around(experts.act_fn)
-    routed = compute(slots, topology, weights, None, activation=activation, gate=gate, backend=backend)
+    routed = compute(slots, topology, weights, None, activation=activation, gate=gate, execution=execution)
     return module.shared_expert(x) + routed.view(-1, module.top_k, module.hidden_dim).sum(1), router_logits
 
 
 def _dbrx(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str, activation: str | None
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    execution: Execution,
+    activation: str | None,
 ) -> Tensor:
     """DbrxExperts: gate and up lie in two parameters, so they are two products."""
     mlp, E = module.mlp, module.num_experts
     x = hidden_states.reshape(-1, module.hidden_size)
     gate_proj, up_proj, down_proj = (weight.unflatten(0, (E, -1)) for weight in (mlp.w1, mlp.v1, mlp.w2))
     topology = Topology.from_ids(top_k_index, E)
-    gate, up = (sdd(x, weight, topology, backend=backend).values for weight in (gate_proj, up_proj))
+    gate, up = (sdd(x, weight, topology, backend=execution.backend).values for weight in (gate_proj, up_proj))
     hidden = mlp.activation_fn(gate) * up
-    y = dsd(BlockSparse(hidden, topology, Columns.equal(hidden.shape[1], E)), down_proj, backend=backend)
-    return combine(y, topology, top_k_weights, backend=backend).view(hidden_states.shape[0], -1, module.hidden_size)
+    y = dsd(BlockSparse(hidden, topology, Columns.equal(hidden.shape[1], E)), down_proj, backend=execution.backend)
+    return combine(y, topology, top_k_weights, backend=execution.backend).view(hidden_states.shape[0], -1, module.hidden_size)
 
 
-def _jetmoe(module: Any, layer_input: Tensor, *, backend: str, activation: str | None) -> Tensor:
+def _jetmoe(module: Any, layer_input: Tensor, *, execution: Execution, activation: str | None) -> Tensor:
     """JetMoeMoE: its router sorts on the host and gives the logits last, from which the choice is made again."""
     x = layer_input.reshape(-1, module.input_size)
     *_, router_logits = module.router(x)
@@ -116,30 +123,42 @@ def _jetmoe(module: Any, layer_input: Tensor, *, backend: str, activation: str |
     topology = Topology.from_ids(expert_ids, weights.up.shape[0])
     routing_weights = torch.softmax(top_logits, dim=1).type_as(x)
     gate = gate_around(module.activation)
-    y = compute(x, topology, weights, routing_weights, activation=activation, gate=gate, backend=backend)
+    y = compute(x, topology, weights, routing_weights, activation=activation, gate=gate, execution=execution)
     return y.view_as(layer_input) + module.bias
 
 
 def _longcat_flash(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str, activation: str | None
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    execution: Execution,
+    activation: str | None,
 ) -> Tensor:
     """LongcatFlashExperts: ids beyond the routed experts are identities, which give the token itself."""
     E = module.num_routed_experts
     weights = ExpertWeights(module.gate_up_proj[:E], module.down_proj)
     topology, gate = Topology.from_ids(top_k_index, E), gate_around(module.act_fn)
-    routed = compute(hidden_states, topology, weights, top_k_weights, activation=activation, gate=gate, backend=backend)
+    routed = compute(hidden_states, topology, weights, top_k_weights, activation=activation, gate=gate, execution=execution)
     identity = torch.where(top_k_index >= E, top_k_weights, 0).sum(1, keepdim=True)
     return routed + (hidden_states * identity).to(hidden_states.dtype)
 
 
 def _step3p7(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str, activation: str | None
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    execution: Execution,
+    activation: str | None,
 ) -> Tensor:
     """Step3p7Experts: as those of the interface, with a clamp in the gate."""
     weights = ExpertWeights(module.gate_up_proj, module.down_proj)
     topology = Topology.from_ids(top_k_index, weights.up.shape[0])
     return compute(
-        hidden_states, topology, weights, top_k_weights, activation=activation, gate=module._apply_gate, backend=backend
+        hidden_states, topology, weights, top_k_weights, activation=activation, gate=module._apply_gate, execution=execution
     )
 
 

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 
 from blocksparse_moe_kernels import Activation, BlockSparse, Columns, Topology
 
+from ...autocast import autocast_dtype
+from ...backends import ExpertSpec, select
+from ...backends import ExpertWeights as BackendWeights
+from ...backends.execution import Execution
 from ...ops import combine, dsd, expert_mlp, sdd
 from ...products import constant_when_compiled
 
@@ -221,7 +225,7 @@ def gate_of(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def experts_forward(
-    module: Any, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, *, backend: str, activation: str | None
+    module: Any, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, *, execution: Execution, activation: str | None
 ) -> Tensor:
     """[T, H], ids [T, K] (those outside [0, E) are "not here"), weights [T, K] -> [T, H] in the dtype of `hidden_states`."""
     experts = ExpertWeights.of(module)
@@ -233,7 +237,7 @@ def experts_forward(
         activation=activation,
         gate=gate_of(module),
         norm=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
-        backend=backend,
+        execution=execution,
     )
 
 
@@ -246,7 +250,7 @@ def compute(
     activation: str | None,
     gate: Callable[[Tensor], Tensor],
     norm: Callable[[Tensor], Tensor] | None = None,
-    backend: str,
+    execution: Execution,
 ) -> Tensor:
     """x [T, H] -> [T, H] in its dtype: all in the kernels with an activation, else our two products around `gate`.
 
@@ -255,6 +259,13 @@ def compute(
         gate: [M, N] -> [M, I], what the module computes itself.
         norm: [M, H] -> [M, H], of each row before it is weighted.
     """
+    backend = execution.backend
+    if not execution.is_plain:
+        if activation is None or norm is not None:
+            raise UnsupportedModelError(why_not_executed(execution))
+        spec = spec_of(experts, activation, execution)
+        parameters = BackendWeights(experts.up, experts.down, experts.up_bias, experts.down_bias)
+        return select(spec)[0].experts(x, topology, weights, parameters, spec).to(x.dtype)
     if activation is not None and norm is None:
         y = expert_mlp(
             x,
@@ -276,6 +287,21 @@ def compute(
     if norm is not None:
         y = norm(y)
     return combine(y, topology, weights, backend=backend).to(x.dtype)
+
+
+def why_not_executed(execution: Execution) -> str:
+    return (
+        f"its gate is its own and runs between two products, which backend {execution.backend!r} with precision "
+        f"{execution.precision!r} does not have; choose backend='triton' or 'torch' and no precision"
+    )
+
+
+def spec_of(experts: ExpertWeights, activation: str, execution: Execution) -> ExpertSpec:
+    """What a backend is asked for."""
+    E, H, F = experts.down.shape
+    dtype = autocast_dtype(experts.up) or experts.up.dtype
+    bias = experts.up_bias is not None
+    return ExpertSpec(Columns.equal(F, E), H, activation, bias, dtype, experts.up.device, execution=execution)
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None, topology: Topology) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from blocksparse_moe_kernels.launch import check_type
 from blocksparse_moe_kernels.versions import require
 
-from ...backends import check_name
+from ...backends import check_execution, select
+from ...backends.execution import Execution
 from ...products import choose
 from .adapters import OTHERS, Adapter, adapter_of
 from .experts import (
     DTYPES,
+    ExpertWeights,
     UnsupportedModelError,
     default_activation,
     experts_forward,
@@ -30,8 +32,10 @@ from .experts import (
     gate_of,
     looks_like_experts,
     proven_activation,
+    spec_of,
     up_name,
     why_not,
+    why_not_executed,
 )
 
 NAME = "blocksparse"
@@ -71,13 +75,13 @@ class SkippedLayer:
 class _Patch:
     """One switch of a module: how it is computed from then on, and its config before (None for one with an adapter)."""
 
-    backend: str
+    execution: Execution
     activation: str | None
     facts: tuple
     config: Any
 
     def computes_like(self, other: _Patch) -> bool:
-        return (self.backend, self.activation, self.facts) == (other.backend, other.activation, other.facts)
+        return (self.execution, self.activation, self.facts) == (other.execution, other.activation, other.facts)
 
 
 class PatchHandle:
@@ -128,12 +132,20 @@ def register_huggingface() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
 
 
-def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool = True) -> PatchHandle:
+def patch_huggingface(
+    model: nn.Module,
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    require_fused: bool = False,
+    strict: bool = True,
+) -> PatchHandle:
     """Compute the experts of `model` by this package, in place.
 
     Args:
         model: a transformers model, or a part of one; `supports` tells which.
-        backend: "auto", "triton" or "torch", for every layer.
+        backend: "auto", "triton", "torch" or "te", for every layer.
+        precision, require_fused: of the experts' products, as in `dMoE`.
         strict: refuse a model that has an experts module which cannot be computed here; if false, such modules are left
             alone and listed in the report, as long as there is one that can.
     Returns:
@@ -147,7 +159,7 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
     """
     register_huggingface()
     check_type("patch_huggingface", "model", model, nn.Module, "Load it first, as by AutoModelForCausalLM.from_pretrained.")
-    check_name(backend)
+    chosen_execution = check_execution(Execution(backend, precision, require_fused))
     modules = dict(candidates(model))
     reasons = {name: reason for name, module in modules.items() if (reason := why_not_patched(module)) is not None}
     if len(reasons) == len(modules) or (reasons and strict):
@@ -166,15 +178,29 @@ def patch_huggingface(model: nn.Module, *, backend: str = "auto", strict: bool =
             continue
         adapter = adapter_of(module)
         weight = adapter.weight_of(module) if adapter else getattr(module, up_name(module))
-        if weight.device.type == "meta":  # offloaded, or not loaded yet
-            chosen, reason = backend, "chosen where it runs; its weights are on meta now"
-        else:
-            chosen, reason = choose(backend, weight.device, weight.dtype)
         activation = _proven_activation(module, adapter)
-        layers.append(PatchedLayer(name, type(module).__name__, f"{chosen} ({reason})", activation))
-        switches.append((module, _Patch(backend, activation, _facts(module, adapter), None if adapter else module.config)))
+        execution = replace(chosen_execution, memory={})
+        if weight.device.type == "meta":  # offloaded, or not loaded yet
+            runs = f"{backend} (chosen where it runs; its weights are on meta now)"
+        else:
+            runs = _what_runs(module, adapter, activation, weight, execution)
+        layers.append(PatchedLayer(name, type(module).__name__, runs, activation))
+        switches.append((module, _Patch(execution, activation, _facts(module, adapter), None if adapter else module.config)))
     made = [(module, patch) for module, patch in switches if _switch(module, patch)]
     return PatchHandle(made, layers, [SkippedLayer(name, reason) for name, reason in reasons.items()])
+
+
+def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, weight: Tensor, execution: Execution) -> str:
+    """The backend of a module, why, and its precision; raises what `select` does."""
+    if execution.is_plain:
+        chosen, reason = choose(execution.backend, weight.device, weight.dtype)
+        return f"{chosen} ({reason})"
+    if activation is None:
+        raise UnsupportedModelError(f"patch_huggingface: {type(module).__name__}: {why_not_executed(execution)}.")
+    if adapter is not None:  # what its weights look like shows when it runs
+        return f"{execution.backend}, precision {execution.precision}"
+    backend, reason = select(spec_of(ExpertWeights.of(module), activation, execution))
+    return f"{backend.name} ({reason}), precision {execution.precision}"
 
 
 def unpatch_huggingface(model: nn.Module) -> None:
@@ -271,7 +297,7 @@ def _adapted_forward(module: Any, *args: Any, **named: Any) -> Any:
     if (reason := adapter.why_not(module)) is not None:
         raise UnsupportedModelError(f"{type(module).__name__}: {reason}. Call unpatch_huggingface(model).")
     activation = _activation_in_force(module, adapter, patch)
-    return adapter.forward(module, *args, **named, backend=patch.backend, activation=activation)
+    return adapter.forward(module, *args, **named, execution=patch.execution, activation=activation)
 
 
 def _patches(module: Any) -> tuple[_Patch, ...]:
@@ -289,6 +315,6 @@ def _forward(module: Any, hidden_states: Tensor, *routing: Tensor, **named: Tens
     patches = _patches(module)
     if not patches and (reason := why_not(module)) is not None:
         raise UnsupportedModelError(f'experts_implementation="{NAME}": {reason}.')
-    backend = patches[-1].backend if patches else "auto"
+    execution = patches[-1].execution if patches else Execution()
     activation = _activation_in_force(module, None, patches[-1]) if patches else default_activation(module)
-    return experts_forward(module, hidden_states, expert_ids, weights, backend=backend, activation=activation)
+    return experts_forward(module, hidden_states, expert_ids, weights, execution=execution, activation=activation)

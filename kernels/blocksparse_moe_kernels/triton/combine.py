@@ -60,6 +60,11 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Ten
     Oracle: reference.combine.
     """
     check_combine(y, topology, weights)
+    return sum_slots(y, topology.rows, topology, weights)
+
+
+def sum_slots(y: Tensor, rows: Tensor, topology: Topology, weights: Tensor | None = None) -> Tensor:
+    """`combine` of rows that lie elsewhere: y [P, H], and rows [M] int32 where each slot has its own, -1 for none."""
     out = y.new_empty(topology.num_tokens, y.shape[1])
     if out.numel() == 0 or topology.num_slots == 0:
         return out.zero_()
@@ -69,7 +74,7 @@ def combine(y: Tensor, topology: Topology, weights: Tensor | None = None) -> Ten
     block_h = min(1024, next_power_of_2(y.shape[1]))
     launch(
         _combine_kernel, y.device, (topology.num_tokens, ceil_div(y.shape[1], block_h)),
-        y, weights, out, topology.rows, topology.token_slots, topology.token_offsets,
+        y, weights, out, rows, topology.token_slots, topology.token_offsets,
         *y.stride(), 0 if weights is None else weights.stride(0), y.shape[1], topology.slots_per_token,
         BLOCK_H=block_h, HAS_WEIGHTS=weights is not None, PAIRS=pairs,
     )  # fmt: skip

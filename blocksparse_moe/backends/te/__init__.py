@@ -1,0 +1,106 @@
+"""The backend `te`: NVIDIA Transformer Engine's grouped path, for bf16 and for FP8 recipes.
+
+    topology -> rows padded to what the recipe wants -> GroupedLinear, activation times routing weight, GroupedLinear -> tokens
+
+Parameters, their layouts and the state dict are those of every other backend: Transformer Engine gets views. Its modules only
+keep what a recipe remembers. Source: Transformer Engine 2.17 to 2.20.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blocksparse_moe_kernels import Topology, get_activation
+
+from .engine import Engine, ask
+from .fused import Condition, conditions
+from .recipes import FUSED_ALIGNMENT, RECIPES
+from .recipes import why_not as why_not_recipe
+
+if TYPE_CHECKING:
+    from .. import ExpertSpec, ExpertWeights
+
+LIMITS = (
+    "each forward pass reads the rows of each expert on the host, once: no CUDA graphs",
+    "torch.compile breaks the graph here",
+    "GEMMs are spread over a few streams, one an expert; results do not depend on that",
+)
+"""What Transformer Engine itself cannot do, for the report."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TransformerEngine:
+    """Both products by `transformer_engine.pytorch.GroupedLinear`, or the whole MLP as its fused op where that exists."""
+
+    name = "te"
+
+    def why_not(self, spec: ExpertSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return f"needs a CUDA device; the tensors are on {spec.device.type}"
+        if not spec.columns.are_equal:
+            return "multiplies experts of one size only; these differ. Use backend='triton'"
+        if spec.dtype not in _DTYPES:
+            return f"computes in bf16, fp16 and fp32; got {spec.dtype}"
+        if spec.recompute:
+            return "does not recompute (recompute=True); wrap the layer in transformer_engine.pytorch.checkpoint"
+        engine = ask(spec.device)
+        if isinstance(engine, str):
+            return engine
+        precision = _precision(spec)
+        activation = get_activation(spec.activation)
+        sizes = (spec.hidden_size, spec.columns.widest, activation.halves * spec.columns.widest)
+        if (reason := why_not_recipe(precision, engine, str(spec.device), sizes)) is not None:
+            return reason
+        if spec.execution.require_fused and (failing := _failing(engine, spec)):
+            return "would run unfused, and require_fused=True was asked for: " + "; ".join(map(str, failing))
+        return None
+
+    def describe(self, spec: ExpertSpec) -> list[str]:
+        """For a report: the recipe, fused or not and why, and what Transformer Engine cannot do."""
+        engine = ask(spec.device)
+        if isinstance(engine, str):
+            return []
+        recipe = RECIPES[_precision(spec)]
+        is_fused = not _failing(engine, spec)
+        lines = [
+            f"Transformer Engine {engine.version}, cuBLASLt {_dotted(engine.cublaslt)}",
+            f"precision {_precision(spec)}: {recipe.name or f'GEMMs in {spec.dtype}'}, rows of each expert padded to "
+            f"{FUSED_ALIGNMENT if is_fused else recipe.alignment}"
+            + ("" if recipe.proven else "; never run here by this project"),
+            f"{'fused' if is_fused else 'unfused'} grouped MLP; its conditions:",
+            *(f"  {condition}" for condition in conditions(engine, _precision(spec), spec)),
+        ]
+        if is_fused:
+            lines.append("the first weight is copied in each step, in the order that the fused kernel wants")
+        return lines + list(LIMITS)
+
+    def experts(
+        self,
+        x: Tensor,
+        topology: Topology,
+        routing_weights: Tensor | None,
+        weights: ExpertWeights,
+        spec: ExpertSpec,
+    ) -> Tensor:
+        from .run import experts
+
+        engine = ask(spec.device)
+        assert isinstance(engine, Engine)
+        return experts(x, topology, routing_weights, weights, spec, fused=not _failing(engine, spec))
+
+
+def _precision(spec: ExpertSpec) -> str:
+    return spec.execution.precision or "bf16"
+
+
+def _failing(engine: Engine, spec: ExpertSpec) -> list[Condition]:
+    return [condition for condition in conditions(engine, _precision(spec), spec) if not condition.holds]
+
+
+def _dotted(version: int) -> str:
+    """130100 -> 13.1"""
+    return f"{version // 10000}.{version // 100 % 100}"

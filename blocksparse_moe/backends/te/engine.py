@@ -1,0 +1,108 @@
+"""What the installed Transformer Engine says about itself and one device. It is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module, metadata
+from types import ModuleType
+
+import torch
+
+from blocksparse_moe_kernels.versions import release
+
+DISTRIBUTION = "transformer-engine"
+MINIMUM = "2.17"
+"""The first release whose grouped modules take splits as a tensor and whose fused grouped MLP has the form used here."""
+
+FUSED_VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+"""Of the environment, read by Transformer Engine when it is imported: without it the fused grouped MLP is never registered."""
+
+QUESTIONS = {
+    "fp8": "is_fp8_available",
+    "fp8_block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
+"""What can be asked, and the function of `transformer_engine.pytorch` that answers (bool, reason)."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The answers.
+
+    Attributes:
+        version: of the distribution.
+        capability: compute capability of the device.
+        available: for each of `QUESTIONS`, None if it runs, else Transformer Engine's reason.
+        cublaslt: version of the library that multiplies, as 130100 for 13.1.
+        fused_variable: value of `FUSED_VARIABLE` at import, None if it was not set.
+        cudnn_frontend: version of nvidia-cudnn-frontend, None if it is not installed.
+        fused_registered: whether the fused grouped MLP says that it is supported.
+    """
+
+    version: str
+    capability: tuple[int, int]
+    available: Mapping[str, str | None]
+    cublaslt: int
+    fused_variable: str | None
+    cudnn_frontend: str | None
+    fused_registered: bool
+
+
+def installed() -> str | None:
+    """Version of the distribution; None if there is none."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def load() -> ModuleType | str:
+    """`transformer_engine.pytorch`, or why there is none."""
+    version = installed()
+    if version is None:
+        return f"needs Transformer Engine >= {MINIMUM}, which is not installed (pip install 'blocksparse-moe[te]')"
+    if release(version) < release(MINIMUM):
+        return (
+            f"needs Transformer Engine >= {MINIMUM}; found {version} "
+            f"(pip install --upgrade 'transformer-engine[pytorch]>={MINIMUM}')"
+        )
+    try:
+        return import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
+        return (
+            f"found Transformer Engine {version}, which cannot be imported beside torch {torch.__version__} "
+            f"(CUDA {torch.version.cuda}): {type(error).__name__}: {error}"
+        )
+
+
+@lru_cache(maxsize=16)
+def ask(device: torch.device) -> Engine | str:
+    """The answers for a CUDA device, or why Transformer Engine cannot be asked."""
+    te = load()
+    if isinstance(te, str):
+        return te
+    with torch.cuda.device(device):
+        answers = {name: getattr(te, question)(return_reason=True) for name, question in QUESTIONS.items()}
+        return Engine(
+            version=str(installed()),
+            capability=torch.cuda.get_device_capability(device),
+            available={name: None if runs else reason for name, (runs, reason) in answers.items()},
+            cublaslt=import_module("transformer_engine_torch").get_cublasLt_version(),
+            fused_variable=os.environ.get(FUSED_VARIABLE),
+            cudnn_frontend=_version("nvidia-cudnn-frontend"),
+            fused_registered=import_module(
+                "transformer_engine.pytorch.ops.fused.grouped_mlp"
+            ).GroupedMLP_CuTeGEMMGLU.is_supported(),
+        )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

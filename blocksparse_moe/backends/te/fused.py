@@ -1,0 +1,62 @@
+"""Transformer Engine's fused grouped MLP (MXFP8 on Blackwell): the conditions, one by one, and whether they hold.
+
+Transformer Engine turns to its unfused ops without a word where one of them fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blocksparse_moe_kernels import get_activation
+from blocksparse_moe_kernels.versions import release
+
+from .engine import FUSED_VARIABLE, Engine
+
+if TYPE_CHECKING:
+    from .. import ExpertSpec
+
+INTERLEAVE = 32
+"""Rows of the gate, then of the up-projection, in turn: the order in which the fused kernel wants the first weight."""
+
+_FRONTEND = "1.23.0"
+_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One thing that the fused path needs, and how it is here."""
+
+    needs: str
+    found: str
+    holds: bool
+
+    def __str__(self) -> str:
+        return f"{'holds' if self.holds else 'FAILS'}: {self.needs} ({self.found})"
+
+
+def conditions(engine: Engine, precision: str, spec: ExpertSpec) -> tuple[Condition, ...]:
+    """Everything that the fused grouped MLP needs, in the order in which one would mend it."""
+    H, F = spec.hidden_size, spec.columns.widest
+    activation = get_activation(spec.activation)
+    major, minor = engine.capability
+    frontend = engine.cudnn_frontend
+    is_new = frontend is not None and release(frontend) >= release(_FRONTEND)
+    return (
+        Condition("precision mxfp8", precision, precision == "mxfp8"),
+        Condition("compute capability 10.x (Blackwell)", f"{major}.{minor}", major == 10),
+        Condition(
+            f"{FUSED_VARIABLE}=1 in the environment before Transformer Engine is imported",
+            "not set" if engine.fused_variable is None else f"set to {engine.fused_variable}",
+            engine.fused_variable is not None and engine.fused_variable.isdigit() and int(engine.fused_variable) > 0,
+        ),
+        Condition(f"nvidia-cudnn-frontend >= {_FRONTEND}", frontend or "not installed", is_new),
+        Condition(f"H and F multiples of {_MULTIPLE}", f"H={H}, F={F}", H % _MULTIPLE == F % _MULTIPLE == 0),
+        Condition("plain swiglu with its halves apart", spec.activation, activation == get_activation("swiglu")),
+        Condition("no biases", "biases" if spec.bias else "none", not spec.bias),
+        Condition(
+            "the fused grouped MLP is registered by Transformer Engine",
+            "registered" if engine.fused_registered else "not registered",
+            engine.fused_registered,
+        ),
+    )
