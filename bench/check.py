@@ -19,7 +19,12 @@ def reference_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else torch.float64
 
 
-def disagreement(results: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> str | None:
+def disagreement(
+    results: tuple[Tensor, ...],
+    expected: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    tolerance: tuple[float, float] | None = None,
+) -> str | None:
     """Why `results` are not those `expected`, for a computation in `dtype`; None when they agree.
 
     Integers must be equal. Of floating tensors two relative errors are bounded, so that neither a small error everywhere nor
@@ -34,7 +39,7 @@ def disagreement(results: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtyp
             if not torch.equal(result, wanted):
                 return f"result {index} differs"
             continue
-        whole, row = _TOLERANCES[dtype]
+        whole, row = tolerance or _TOLERANCES[dtype]
         found_whole, found_row = _errors(result.detach(), wanted.detach())
         if not (found_whole <= whole and found_row <= row):
             return (
@@ -42,6 +47,12 @@ def disagreement(results: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtyp
                 f"allowed {whole:.0e} and {row:.0e}"
             )
     return None
+
+
+def largest_error(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """Relative error of the whole of a result, ‖error‖ / ‖expected‖: the largest of all results."""
+    pairs = zip(results, expected, strict=True)
+    return max((_errors(one.detach(), wanted.detach())[0] for one, wanted in pairs if wanted.is_floating_point()), default=0.0)
 
 
 def _errors(result: Tensor, expected: Tensor) -> tuple[float, float]:

@@ -78,7 +78,7 @@ def stage_of(layer: Layer, stage: str, grad: Tensor) -> Variant:
         return *results[:1], *(layer.gradients(results[1:]) if len(results) > 1 else ())
 
     runs = {"forward": forward, "inference": torch.no_grad()(forward), "forward+backward": forward_backward}
-    return Variant(layer.name, layer.kind, runs[stage], comparable)
+    return Variant(layer.name, layer.kind, runs[stage], comparable, layer.tolerance)
 
 
 def and_gradients(y: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:

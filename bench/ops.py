@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activati
 from .check import reference_dtype
 from .decoder import decoder_layer
 from .inputs import Case, make_router, random_dense, random_sparse, rows_of
-from .lineup import Choice, and_gradients, copy_of, name_of, ours, part, stage_of, wide
+from .layers import expected_layer, layer_tasks
+from .lineup import Choice, and_gradients, copy_of, name_of, ours, part, wide
+from .low_precision import low_precision
 from .peers import build_peers
 from .products import dsd, grad_down, grad_hidden, grad_rows, grad_up, sdd, sdd_activation
 from .variants import Layer, Task, Variant
@@ -29,14 +31,14 @@ def expert_mlp(case: Case, choice: Choice) -> list[Task]:
     """The experts through autograd, routing given and its topology inside; roofs: their dense GEMMs, reading the weights."""
     peers, left_out = build_peers(case, choice.peers)
     layers = [_our_layer(case, backend) for backend in choice.backends_for(case)] + peers
-    return _layer_tasks("expert_mlp", case, choice, layers, partial(_expected_layer, case), left_out)
+    return layer_tasks("expert_mlp", case, choice, layers, partial(expected_layer, case), left_out)
 
 
 def dMoE(case: Case, choice: Choice) -> list[Task]:
     """The whole layer through autograd, router inside; the roofs are those of expert_mlp."""
     x, gate = make_router(case)
     layers = [_our_module(case, x, gate, backend) for backend in choice.backends_for(case)]
-    return _layer_tasks("dMoE", case, choice, layers, partial(_expected_module, case, x, gate), {})
+    return layer_tasks("dMoE", case, choice, layers, partial(_expected_module, case, x, gate), {})
 
 
 def monitor(case: Case, choice: Choice) -> list[Task]:
@@ -45,38 +47,7 @@ def monitor(case: Case, choice: Choice) -> list[Task]:
     layers = []
     for backend in choice.backends_for(case):
         layers += [_our_module(case, x, gate, backend), _our_module(case, x, gate, backend, watched=True)]
-    return _layer_tasks("monitor", case, choice, layers, partial(_expected_module, case, x, gate), {})
-
-
-def _layer_tasks(
-    op: str,
-    case: Case,
-    choice: Choice,
-    layers: Sequence[Layer],
-    expected: Callable[[bool], tuple[Tensor, ...]],
-    left_out: dict[str, str],
-) -> list[Task]:
-    """One task for each stage; `expected` makes the output, with its argument true the gradients of the leaves too."""
-    expected = cache(partial(expected, "forward+backward" in choice.stages))
-    if choice.stages != ("inference",):
-        left_out = left_out | {
-            f"{layer.name}, but in inference": "has no gradients" for layer in layers if layer.inference_only
-        }
-    return [
-        Task(
-            op=op,
-            stage=stage,
-            variants=(
-                *(stage_of(layer, stage, case.grad) for layer in layers if stage == "inference" or not layer.inference_only),
-                *_layer_roofs(case, stage),
-            ),
-            expected=expected if stage == "forward+backward" else lambda: expected()[:1],
-            flops=case.shape.forward_flops * (3 if stage == "forward+backward" else 1),
-            bytes=_weight_bytes(case) if stage == "inference" else 0,
-            left_out=left_out,
-        )
-        for stage in choice.stages
-    ]
+    return layer_tasks("monitor", case, choice, layers, partial(_expected_module, case, x, gate), {})
 
 
 def _our_layer(case: Case, backend: str) -> Layer:
@@ -114,14 +85,6 @@ def _router_config(case: Case) -> blocksparse_moe.RouterConfig:
     return blocksparse_moe.RouterConfig(case.shape.K, normalize=case.shape.K > 1)
 
 
-def _expected_layer(case: Case, with_gradients: bool) -> tuple[Tensor, ...]:
-    x, weights, up_proj, down_proj = leaves = case.leaves(reference_dtype(case.dtype))
-    topology = Topology.from_ids(case.expert_ids, case.shape.E)
-    with torch.set_grad_enabled(with_gradients):
-        y = reference.expert_mlp(x, topology, up_proj, down_proj, weights)
-    return and_gradients(y, leaves, case.grad) if with_gradients else (y,)
-
-
 def _expected_module(case: Case, x: Tensor, gate: Tensor, with_gradients: bool) -> tuple[Tensor, ...]:
     x, _, up_proj, down_proj = replace(case, x=x).leaves(reference_dtype(case.dtype))
     gate = wide(gate).requires_grad_()
@@ -130,33 +93,6 @@ def _expected_module(case: Case, x: Tensor, gate: Tensor, with_gradients: bool) 
         _, weights, expert_ids = reference.router(x, gate, config.top_k, normalize=config.normalize)
         y = reference.expert_mlp(x, Topology.from_ids(expert_ids, case.shape.E), up_proj, down_proj, weights)
     return and_gradients(y, (x, gate, up_proj, down_proj), case.grad) if with_gradients else (y,)
-
-
-def _layer_roofs(case: Case, stage: str) -> list[Variant]:
-    """What no layer passes: its dense GEMMs and, in inference, where few tokens may leave little else, reading the weights."""
-    dense = _dense_layer(case, stage)
-    return [dense, copy_of(case, _weight_bytes(case), name="weights read")] if stage == "inference" else [dense]
-
-
-def _weight_bytes(case: Case) -> int:
-    """Of the experts that some token chose."""
-    return case.expert_ids.unique().numel() * (case.up_proj[0].nbytes + case.down_proj[0].nbytes)
-
-
-def _dense_layer(case: Case, stage: str) -> Variant:
-    """Two GEMMs of the forward pass, and four of the backward pass, as if the M rows had one expert."""
-    M, H, F = case.shape.M, case.shape.H, case.shape.F
-    up, down = case.up_proj[0], case.down_proj[0]
-    x, y = random_dense(case, M, H), random_dense(case, M, H)
-    pre, hidden = random_dense(case, M, 2 * F), random_dense(case, M, F)
-
-    def forward() -> tuple[Tensor, ...]:
-        return x @ up.T, hidden @ down.T
-
-    def forward_backward() -> tuple[Tensor, ...]:
-        return *forward(), y @ down, y.T @ hidden, pre @ up, pre.T @ x
-
-    return Variant("dense matmuls", "roof", forward_backward if stage == "forward+backward" else forward)
 
 
 # -------------------------------------------------------------------- its parts
@@ -286,6 +222,7 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
         dMoE,
         monitor,
         expert_mlp,
+        low_precision,
         decoder_layer,
         router,
         route,

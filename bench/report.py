@@ -33,6 +33,7 @@ class Result:
         launches: kernels of one call.
         dtype, device, versions, date: where and when.
         mode: "eager", or "CUDA graph" for replays of one. Files from before there were two do not have it.
+        error: relative error of the whole of the worst result, of variants whose error is a figure of its own.
     """
 
     shape: str
@@ -60,6 +61,7 @@ class Result:
     versions: str
     date: str
     mode: str = "eager"
+    error: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -162,6 +164,7 @@ _COLUMNS = (
     _Ratio("× peer", "over_fastest_peer"),
     _Column("peak GB", "peak_extra_gb"),
     _Column("launches", "launches"),
+    _Column("error", "error", 100, " %"),
 )
 
 

@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from .check import disagreement
+from .check import disagreement, largest_error
 from .inputs import Case, make_case
 from .lineup import Choice
 from .ops import OPS
@@ -85,9 +86,9 @@ def run_task(task: Task, case: Case, *, seconds: float, windows: int, graph: boo
     if graph:
         variants = tuple(replace(variant, run=captured(variant.run, case.device)) for variant in task.variants)
         task = replace(task, variants=variants)
-    faults = _check(task, case.dtype)
+    checks = _check(task, case.dtype)
     _free(case.device)
-    timed = [variant for variant in task.variants if faults[variant.name] is None]
+    timed = [variant for variant in task.variants if checks[variant.name].fault is None]
     peaks = {variant.name: peak_extra_bytes(eager[variant.name], case.device) for variant in timed}
     launches = {variant.name: count_launches(variant.run, case.device) for variant in timed}
     timings = measure({variant.name: variant.run for variant in timed}, case.device, seconds=seconds, windows=windows)
@@ -95,34 +96,45 @@ def run_task(task: Task, case: Case, *, seconds: float, windows: int, graph: boo
     peer = min((timings[variant.name].ms for variant in timed if variant.kind == "peer"), default=None)
     return [
         _result(
-            task, case, variant, faults[variant.name], timings.get(variant.name), peaks.get(variant.name),
+            task, case, variant, checks[variant.name], timings.get(variant.name), peaks.get(variant.name),
             launches.get(variant.name), roof, peer, graph,
         )
         for variant in task.variants
     ]  # fmt: skip
 
 
-def _check(task: Task, dtype: torch.dtype) -> dict[str, str | None]:
-    """What is wrong with each variant; None for those whose results are right, and for roofs."""
+class _Check(NamedTuple):
+    """What is wrong with a variant, None for one whose results are right and for roofs; and the error, if it is a figure."""
+
+    fault: str | None
+    error: float | None = None
+
+
+def _check(task: Task, dtype: torch.dtype) -> dict[str, _Check]:
     expected = task.expected()
-    return {variant.name: None if variant.kind == "roof" else _fault(variant, expected, dtype) for variant in task.variants}
+    return {
+        variant.name: _Check(None) if variant.kind == "roof" else _check_variant(variant, expected, dtype)
+        for variant in task.variants
+    }
 
 
-def _fault(variant: Variant, expected: tuple[Tensor, ...], dtype: torch.dtype) -> str | None:
+def _check_variant(variant: Variant, expected: tuple[Tensor, ...], dtype: torch.dtype) -> _Check:
     try:
         results = variant.comparable(variant.run())
     except Exception as error:  # out of memory, or anything that a peer cannot do: the others go on
         if variant.kind == "ours" and not isinstance(error, RuntimeError):
             raise
-        return first_line(error)
-    return disagreement(results, expected, dtype)
+        return _Check(first_line(error))
+    fault = disagreement(results, expected, dtype, variant.tolerance)
+    measured = fault is None and variant.tolerance is not None
+    return _Check(fault, largest_error(results, expected) if measured else None)
 
 
 def _result(
     task: Task,
     case: Case,
     variant: Variant,
-    fault: str | None,
+    checked: _Check,
     timing: Timing | None,
     peak: int | None,
     launches: int | None,
@@ -131,7 +143,7 @@ def _result(
     graph: bool,
 ) -> Result:
     shape = case.shape
-    check = "roof" if variant.kind == "roof" else "ok" if fault is None else f"FAILED: {fault}"
+    check = "roof" if variant.kind == "roof" else "ok" if checked.fault is None else f"FAILED: {checked.fault}"
     ms = None if timing is None else timing.ms
     binds = variant.kind != "roof" or ms == roof_ms
 
@@ -164,6 +176,7 @@ def _result(
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         mode="CUDA graph" if graph else "eager",
+        error=checked.error,
     )
 
 
@@ -176,7 +189,9 @@ def device_name(device: torch.device) -> str:
 @cache
 def versions() -> str:
     installed = {distribution.name for distribution in metadata.distributions()}
-    named = [f"{name} {metadata.version(name)}" for name in ("triton", "transformers") if name in installed]
+    named = [
+        f"{name} {metadata.version(name)}" for name in ("triton", "transformers", "transformer-engine") if name in installed
+    ]
     return ", ".join([f"torch {torch.__version__}", *named])
 
 

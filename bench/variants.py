@@ -31,12 +31,14 @@ class Variant:
             the products as dense ones, or the bytes. Of several roofs the slowest binds.
         run: does the work once and returns its results.
         comparable: those results in the order and layout of the task's `expected`; for the check, not timed.
+        tolerance: of the check, where it is not that of the dtype: see `check.disagreement`.
     """
 
     name: str
     kind: Kind
     run: Callable[[], Tensors]
     comparable: Callable[[Tensors], Tensors] = as_they_are
+    tolerance: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Layer:
         forward: their output [T, H], with sort and all inside.
         gradients: the gradients of the leaves as those of x, routing_weights, up_proj and down_proj; for the check, not timed.
         inference_only: whether there are none, nor a forward pass that keeps what they need.
+        tolerance: as that of a `Variant`.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Layer:
     forward: Callable[[], Tensor]
     gradients: Callable[[Tensors], Tensors] = as_they_are
     inference_only: bool = False
+    tolerance: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

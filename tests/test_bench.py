@@ -11,11 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import ops, peers, runner
+from bench import layers, ops, peers, runner
 from bench.__main__ import app
 from bench.check import disagreement
 from bench.faults import FAULTS
 from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
+from bench.layers import expected_layer
 from bench.lineup import STAGES, Choice, stage_of
 from bench.ops import OPS
 from bench.report import CsvFile, Result, read_csv
@@ -154,7 +155,7 @@ def test_the_slowest_roof_binds(case):
 
 def test_only_experts_that_are_hit_are_read():
     case = make_case(replace(TINY, T=1), 0.0, dtype=torch.float32, device=torch.device("cpu"))
-    assert ops._weight_bytes(case) == TINY.K * 3 * TINY.H * TINY.F * 4
+    assert layers._weight_bytes(case) == TINY.K * 3 * TINY.H * TINY.F * 4
 
 
 @pytest.mark.slow
@@ -226,7 +227,7 @@ def test_gradients_of_other_leaves_are_compared_in_our_layout(case):
 
     layer = Layer("apart", "peer", (x, weights, gate, up, down_proj), forward, gradients)
     variant = stage_of(layer, "forward+backward", case.grad)
-    expected = ops._expected_layer(case, with_gradients=True)
+    expected = expected_layer(case, with_gradients=True)
     assert len(variant.run()) == 6
     assert disagreement(variant.comparable(variant.run()), expected, case.dtype) is None
 

@@ -12,6 +12,7 @@ import torch
 from bench import ops, peers
 from bench.check import disagreement
 from bench.inputs import Case, make_case, random_sparse, rows_of
+from bench.layers import expected_layer
 from bench.lineup import Choice, stage_of
 from bench.peers import PRODUCT_PEERS, megablocks, peer_names, triton_kernels
 from bench.shapes import Shape
@@ -132,4 +133,4 @@ def test_triton_kernels_gets_the_layer_in_its_own_layout(plain_triton_kernels):
     layer = triton_kernels.build(case)
     assert layer.inference_only
     variant = stage_of(layer, "inference", case.grad)
-    assert disagreement(variant.run(), ops._expected_layer(case, with_gradients=False), case.dtype) is None
+    assert disagreement(variant.run(), expected_layer(case, with_gradients=False), case.dtype) is None

@@ -397,3 +397,48 @@ def test_oracle_of_the_stand_in(stand_in):
         up_proj_bias=experts.gate_up_proj_bias, down_proj_bias=experts.down_proj_bias,
     )  # fmt: skip
     torch.testing.assert_close(experts(x, topology, weights), expected, rtol=1e-4, atol=1e-4)
+
+
+# -------------------------------------------------------------------- models of Hugging Face
+
+
+@pytest.fixture
+def families():
+    pytest.importorskip("transformers", minversion="5.9")
+    from . import hf_families
+
+    return hf_families
+
+
+def test_a_patched_model(stand_in, families):
+    from blocksparse_moe import patch_huggingface
+
+    model = families.build("mixtral", DEVICE).eval()
+    given = families.inputs(model, "mixtral")
+    with torch.no_grad():
+        expected = model(**given).logits
+        with patch_huggingface(model, backend="te", precision="fp8_current") as handle:
+            assert all("backend te (asked for), precision fp8_current" in line for line in handle.report.splitlines())
+            torch.testing.assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-4)
+            twin = copy.deepcopy(model)
+            torch.testing.assert_close(twin(**given).logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(model(**given).logits, expected)
+
+
+def test_models_that_it_cannot_compute(stand_in, families):
+    from blocksparse_moe import patch_huggingface
+
+    model = families.build("gpt_oss", DEVICE).eval()  # its weights lie transposed
+    with patch_huggingface(model, backend="te"), torch.no_grad():
+        with pytest.raises(NotImplementedError, match="up_proj .* has strides"):
+            model(**families.inputs(model, "gpt_oss"))
+    with pytest.raises(NotImplementedError, match=r"gate is its own .* choose backend='triton'"):
+        patch_huggingface(families.build("dbrx", DEVICE), backend="te")
+
+
+def test_a_model_without_an_engine_is_refused_at_the_patch(families):
+    from blocksparse_moe import patch_huggingface
+
+    model = families.build("mixtral", "cpu")
+    with pytest.raises(NotImplementedError, match="backend 'te' needs a CUDA device"):
+        patch_huggingface(model, backend="te")

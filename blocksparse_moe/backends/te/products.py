@@ -98,8 +98,8 @@ class FusedModules:
         )
         self.activation = ops.ScaledSwiGLU(glu_interleave_size=INTERLEAVE)
         for op in (self.up, self.down):
-            for parameter in list(op._parameters):
-                del op._parameters[parameter]
+            for number in range(form.num_experts):
+                del op._parameters[f"weight{number}"]
         self.ran: tuple[str, ...] = ()
 
     @property
