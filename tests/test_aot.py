@@ -46,13 +46,13 @@ ALLOWED_STACK = {
 
 STORE_BUFFER = {
     "_sdd_tma_kernel": 1, "_sdd_gluon_kernel": 1, "_dsd_gluon_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2,
-    "_dsd_transposed_gluon_kernel": 1,
+    "_dsd_transposed_gluon_kernel": 1, "_sdd_activation_backward_gluon_kernel": 1,
 }  # fmt: skip
 """Bytes of the buffer from which TMA stores, for each element of the tile (1 where half a tile is stored at a time). A
 transposed product whose store shared the buffers of its loads (128x256, both operands by TMA; Triton 3.6, H200) wrote wrong
 results."""
 
-BOTH_COPIES = ("_sdd_gluon_kernel", "_dsd_transposed_gluon_kernel")
+BOTH_COPIES = ("_sdd_gluon_kernel", "_sdd_activation_backward_gluon_kernel", "_dsd_transposed_gluon_kernel")
 """Kernels that gather one operand, and load the other one by TMA."""
 
 COPIES = ("cp.async.c", "cp.async.bulk.tensor")
