@@ -75,23 +75,28 @@ def lag_of(plan: Plan) -> int:
     return min(plan.buffers // 2, TILE.block_k // plan.piece)
 
 
-ROWS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Of the producer: a row a thread."""
+SECTOR = gl.constexpr(16)
+"""Elements of 32 bytes, the least that L2 fetches."""
 
-_PREFETCH = gl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
+SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
+
+_PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+"""Not cp.async.bulk.prefetch, of a row at once: its address must be uniform, and ptxas makes a loop over threads of it."""
 
 
 @gluon.jit
 def _fetch(PreRows, first_row, length, column, stride_pm, N, HELD: gl.constexpr):
-    """Have gate and up of a tile brought into L2, but for the first HELD columns."""
+    """Have gate and up of a tile brought into L2, but for the first HELD columns. What does not exist is its first sector."""
     begin = column + HELD
-    width = gl.minimum(2 * BLOCK_N - HELD, N - begin)
-    if width > 0:
-        offs_m = gl.arange(0, 2 * BLOCK_M, ROWS)
-        rows = first_row + gl.where(offs_m < length, offs_m, 0)
-        for half in gl.static_range(2):
-            addresses = (PreRows + rows.to(gl.int64) * stride_pm + (half * N + begin)).to(gl.int64)
-            gl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [addresses, 2 * width], gl.int32, is_pure=False, pack=1)
+    if begin < N:
+        offs_n = SECTOR * gl.arange(0, 2 * BLOCK_N // SECTOR, gl.SliceLayout(0, SECTORS))
+        offs_n = begin + gl.where((offs_n < 2 * BLOCK_N - HELD) & (begin + offs_n < N), offs_n, 0)
+        for m in range(0, gl.minimum(2 * BLOCK_M, length), 16):
+            offs_m = m + gl.arange(0, 16, gl.SliceLayout(1, SECTORS))
+            rows = first_row + gl.where(offs_m < length, offs_m, 0)
+            for half in gl.static_range(2):
+                addresses = (PreRows + (rows.to(gl.int64) * stride_pm)[:, None] + (half * N + offs_n)[None, :]).to(gl.int64)
+                gl.inline_asm_elementwise(_PREFETCH, "=r,l", [addresses], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
