@@ -125,9 +125,7 @@ def quantize_columns(x: Tensor, topology: Topology, *, order: Order = "rows") ->
     return MXFP8(rows[:-1].view(codes.dtype), scales, -2, x.dtype, topology)
 
 
-def check_quantizable(
-    operation: str, x: Tensor, axis: int, topology: Topology | None = None, order: Order = "rows"
-) -> None:
+def check_quantizable(operation: str, x: Tensor, axis: int, topology: Topology | None = None, order: Order = "rows") -> None:
     """ValueError or TypeError unless `x` can be quantised along `axis`, or by the rows of `topology`."""
     if not x.is_floating_point():
         raise TypeError(f"{operation}: x must have a floating dtype; got {x.dtype}. Convert it, as by .float().")

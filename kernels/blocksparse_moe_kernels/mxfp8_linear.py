@@ -35,7 +35,9 @@ class QuantizedProducts:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
-    def sdd(self, x: Tensor, w: Tensor, topology: Topology, *, order: Order = "tokens", columns: Columns | None = None) -> BlockSparse:
+    def sdd(
+        self, x: Tensor, w: Tensor, topology: Topology, *, order: Order = "tokens", columns: Columns | None = None
+    ) -> BlockSparse:
         """s_e = x_e w_e^T."""
         rows, weight = self._mxfp8.quantize(x), self._mxfp8.quantize(_stacked(w))
         return self._mxfp8.sdd(rows, weight, topology, order=order)
