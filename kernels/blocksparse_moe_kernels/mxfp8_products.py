@@ -79,7 +79,7 @@ def check_row_product(
         raise ValueError(f'{operation}: order must be "tokens" or "rows"; got {order!r}.')
     if w.codes.ndim != 3 or w.axis != -1 or (isinstance(x, MXFP8) and (x.axis != -1 or x.topology is not None)):
         raise ValueError(
-            f"{operation}: both operands must be quantised along the contraction, the weight as a stack [E, N, H]; got a weight "
+            f"{operation}: operands must be quantised along the contraction, the weight as a stack [E, N, H]; the weight is "
             f"{list(w.shape)}. Use quantize(x, -1), and quantize(w, -1) for sdd, quantize(w, -2) for dsd."
         )
     E, N, K = w.shape

@@ -100,7 +100,7 @@ def dequantized(codes, scales, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 def dot_mxfp8(a, a_scales, b, b_scales, acc, HARDWARE: tl.constexpr):
     """acc + a @ b: codes [M, K] and [K, N], scales [M, K / 32] and [N, K / 32].
 
-    sm_100 multiplies them as they are, if M is at least 128; elsewhere both are widened to bf16 before, by the compiler or here.
+    sm_100 multiplies them as they are, if M is at least 128; else both are widened to bf16 before, by the compiler or here.
     """
     if HARDWARE:
         return tl.dot_scaled(a, a_scales, "e4m3", b, b_scales, "e4m3", acc)

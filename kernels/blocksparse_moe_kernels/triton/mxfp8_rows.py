@@ -33,8 +33,8 @@ from .tiles import INTERPRETED, along, dot, fp32_precision, grouped_order, row_t
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _mxfp8_rows_kernel(
-    X, XScales, W, WScales, Bias, Pre, Act,     # [T or M, K], [T or M, K / 32], [E, HALVES * N, K], [.., K / 32], [E, HALVES * N]
-    Tokens, Tiles, Offsets,                     # [M], [3, tiles], [E + 1]; Pre [M, HALVES * N], Act [M, N]
+    X, XScales, W, WScales,                     # [T or M, K], [T or M, K / 32], [E, HALVES * N, K], [E, HALVES * N, K / 32]
+    Bias, Pre, Act, Tokens, Tiles, Offsets,     # [E, HALVES * N], [M, HALVES * N], [M, N], [M], [3, tiles], [E + 1]
     stride_xr, stride_xk, stride_xsr, stride_xsk, stride_we, stride_wn, stride_wk, stride_wse, stride_wsn, stride_wsk,
     stride_be, stride_bn,
     num_tiles, K, N,
