@@ -25,8 +25,10 @@ def has_instructions(device: torch.device) -> bool:
 
 
 @triton.jit
-def block_scale(largest):
-    """The scale of blocks whose largest magnitudes are given, fp32 -> int32."""
+def block_scale(x, axis: tl.constexpr):
+    """The scales of fp32 blocks that lie along an axis, as int32."""
+    # Magnitudes compare as their bits do, and NaN is above all of them.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
     bits = (largest * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = bits >> 23
     scale = exponent + ((bits & 0x7FFFFF) > tl.where(exponent == 0, 1 << 22, 0)).to(tl.int32)

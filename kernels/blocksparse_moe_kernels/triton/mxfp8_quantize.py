@@ -37,8 +37,7 @@ def _mxfp8_quantize_kernel(
     x_ptrs = X + batch * stride_xb + along(offs_r, stride_xr)[:, None] + along(offs_k, stride_xk)[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     blocks = tl.reshape(x, (BLOCK_R, BLOCK_K // BLOCK, BLOCK))
-    largest = tl.reduce(tl.abs(blocks), 2, _larger)
-    scale = block_scale(largest)
+    scale = block_scale(blocks, 2)
     codes = encode(tl.reshape(blocks * inverse_factor(scale)[:, :, None], (BLOCK_R, BLOCK_K)), HARDWARE)
     code_ptrs = Codes + batch * stride_cb + along(offs_r, stride_cr)[:, None] + along(offs_k, stride_ck)[None, :]
     tl.store(code_ptrs, codes, mask=mask)
@@ -66,16 +65,10 @@ def _mxfp8_quantize_columns_kernel(
     mask = mask_m[:, None] & mask_n[None, :]
     x_ptrs = X + along(rows, stride_xt)[:, None] + along(offs_n, stride_xn)[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    scale = block_scale(tl.reduce(tl.abs(x), 0, _larger))
+    scale = block_scale(x, 0)
     codes = encode(x * inverse_factor(scale)[None, :], HARDWARE)
     tl.store(Codes + first_row.to(tl.int64) * N + offs_m[:, None] * N + offs_n[None, :], codes, mask=mask)
     tl.store(Scales + tile.to(tl.int64) * N + offs_n, scale.to(tl.uint8), mask=mask_n)
-
-
-@triton.jit
-def _larger(a, b):
-    """The larger number; NaN if one is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 def quantize(x: Tensor, axis: int = -1) -> MXFP8:
