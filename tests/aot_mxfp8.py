@@ -16,6 +16,9 @@ from blocksparse_moe_kernels.triton.mxfp8_transposed import column_product_tile,
 
 from .aot_cases import DEPTHS, GPT_OSS, HEIGHTS, Build, Layer, distinct
 
+WEIGHT_ONLY = {"quantized": False}
+"""x in high precision."""
+
 
 def empty(layer: Layer, *shape: int, axis: int = -1, topology: Topology | None = None) -> MXFP8:
     """MXFP8 without memory."""
@@ -55,18 +58,26 @@ def quantizers(layer: Layer) -> None:
 
 
 def mxfp8(architecture: int) -> Iterator[Build]:
-    """Each tile in bf16; once the other dtypes, the activation of most parameters, and sizes that nothing divides."""
+    """Each tile where tiles are tuned or multiplied natively, else the largest; once the other dtypes, the activation of most
+    parameters, and sizes that nothing divides."""
     layer = Layer("bf16")
-    quantized = distinct(row_product_tile(height, True, architecture) for height in HEIGHTS)
-    plain = distinct(row_product_tile(height, False, architecture, narrow) for height in HEIGHTS for narrow in (False, True))
-    for call in (mxfp8_up, mxfp8_down):
-        yield from (Build(call, layer, architecture, config) for config in quantized)
-        yield from (Build(call, layer, architecture, config, {"quantized": False}) for config in plain)
-    columns = distinct(column_product_tile(depth, architecture) for depth in DEPTHS)
+    quantized = distinct(row_product_tile(height, True, architecture) for height in reversed(HEIGHTS))
+    plain = distinct(
+        row_product_tile(height, False, architecture, narrow) for height in reversed(HEIGHTS) for narrow in (False, True)
+    )
+    columns = distinct(column_product_tile(depth, architecture) for depth in reversed(DEPTHS))
+    if architecture not in (90, 100):
+        quantized, plain, columns = quantized[:1], plain[:1], columns[:1]
+    yield from (Build(mxfp8_up, layer, architecture, config) for config in quantized)
+    yield from (Build(mxfp8_up, layer, architecture, config, WEIGHT_ONLY) for config in plain)
     yield from (Build(mxfp8_grad_down, layer, architecture, config) for config in columns)
-    for other in (Layer("fp16"), Layer("fp32"), Layer(activation=GPT_OSS), Layer(layout="odd")):
-        yield Build(mxfp8_up, other, architecture, quantized[0])
-        yield Build(mxfp8_up, other, architecture, plain[0], {"quantized": False})
-        yield Build(mxfp8_grad_down, other, architecture, columns[-1])
-    for dtype in ("bf16", "fp16", "fp32"):
-        yield Build(quantizers, Layer(dtype), architecture)
+    yield Build(mxfp8_down, layer, architecture, quantized[0])
+    yield Build(mxfp8_down, layer, architecture, plain[-1], WEIGHT_ONLY)
+    yield Build(quantizers, layer, architecture)
+    if architecture == 90:
+        yield Build(mxfp8_up, Layer("fp16"), architecture, plain[0], WEIGHT_ONLY)
+        yield Build(mxfp8_up, Layer("fp32"), architecture, plain[-1], WEIGHT_ONLY)
+        yield Build(mxfp8_up, Layer(activation=GPT_OSS), architecture, quantized[0])
+        yield Build(mxfp8_up, Layer(layout="odd"), architecture, quantized[-1])
+        yield Build(mxfp8_grad_down, Layer(layout="odd"), architecture, columns[-1])
+        yield Build(quantizers, Layer("fp32"), architecture)
