@@ -137,6 +137,7 @@ def expert_mlp(
     down_proj_bias: Tensor | None = None,
     columns: Columns | None = None,
     recompute: bool = False,
+    precision: str | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """All expert MLPs: sdd, activation, dsd, combine. Exact: no capacity, no dropped token, no padding.
@@ -153,6 +154,8 @@ def expert_mlp(
         columns: F_e of each expert. Then the weights are flat, expert after expert: up_proj [sum 2F_e, H] (or
             [sum F_e, H]), down_proj [sum F_e, H] (down, transposed), up_proj_bias [sum 2F_e].
         recompute: keep only the inputs for the backward pass, which then computes the pre-activation [M, 2F] once more.
+        precision: "mxfp8" rounds the operands of every product to MXFP8, forward and backward, from what they are in high
+            precision; for experts of one size. None rounds nothing.
         backend: "auto", "triton" or "torch".
     Returns:
         [T, H] in the dtype of x, or autocast's. Gradients of x, both weights, biases and routing weights, each in the dtype
@@ -186,6 +189,8 @@ def expert_mlp(
         check_shape("expert_mlp", "down_proj_bias", down_proj_bias, ((topology.num_experts, up_proj.shape[-1]),))
     up_proj, up_proj_bias, activation = _side_by_side(up_proj, up_proj_bias, activation)
     chosen = _choose(backend, up_proj)
+    if precision is not None:
+        chosen = _with_precision(chosen, precision, widths)
     arguments = (*flatten(topology, chosen), widths, activation, chosen)
     inputs = (x, up_proj, up_proj_bias, down_proj, down_proj_bias, routing_weights)
     _check_no_tangent("expert_mlp", *inputs)
@@ -202,6 +207,17 @@ def expert_mlp(
 
 def _choose(backend: str, tensor: Tensor) -> str:
     return choose(backend, tensor.device, tensor.dtype)[0]
+
+
+def _with_precision(backend: str, precision: str, widths: list[int] | None) -> str:
+    """The name of the implementation that multiplies in `precision`."""
+    if precision != "mxfp8":
+        raise ValueError(f'expert_mlp: precision must be "mxfp8" or None; got {precision!r}.')
+    if widths is not None:
+        raise NotImplementedError(
+            f"expert_mlp: in MXFP8 experts must have one size; columns are {widths}. Leave precision out where they differ."
+        )
+    return f"{backend}+{precision}"
 
 
 def _stacked(w: Tensor, columns: Columns | None, topology: Topology) -> tuple[Tensor, Columns | None]:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from blocksparse_moe_kernels import torch_products
+from blocksparse_moe_kernels import mxfp8, mxfp8_products, torch_products
+from blocksparse_moe_kernels.mxfp8_linear import QuantizedProducts
 
 Implementation = Literal["torch", "triton"]
 
@@ -32,6 +33,13 @@ _TRITON_LAUNCHERS = {
     "bias_dot": "bias",
     "zero_tail": "zero_tail",
     "replay": "replay",
+}
+_QUANTIZERS = {"quantize": "mxfp8_quantize", "quantize_columns": "mxfp8_quantize"}
+_MXFP8_LAUNCHERS = _QUANTIZERS | {
+    "sdd": "mxfp8_rows",
+    "sdd_activation": "mxfp8_rows",
+    "dsd": "mxfp8_rows",
+    "dsd_transposed": "mxfp8_transposed",
 }
 
 
@@ -95,14 +103,32 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Impleme
     raise NotImplementedError(f"backend {name!r} {reason}.")
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def implementation(name: str) -> Any:
-    """The launchers of an implementation: sdd, dsd, combine, ... with the same signatures in both."""
+    """The launchers of an implementation: sdd, dsd, combine, ... with the same signatures in all.
+
+    "torch+mxfp8" and "triton+mxfp8" are those of torch and triton, whose products quantise their operands.
+    """
+    name, _, precision = name.partition("+")
+    if precision:
+        return QuantizedProducts(implementation(name), mxfp8_launchers(name))
     if name == "torch":
         return torch_products
     modules = {
         launcher: import_module(f"blocksparse_moe_kernels.triton.{file}") for launcher, file in _TRITON_LAUNCHERS.items()
     }
+    return SimpleNamespace(**{launcher: getattr(module, launcher) for launcher, module in modules.items()})
+
+
+@lru_cache(maxsize=2)
+def mxfp8_launchers(name: str) -> Any:
+    """How implementation `name` quantises to MXFP8, and its products of what is in MXFP8."""
+    if name == "torch":
+        modules = {launcher: mxfp8_products for launcher in _MXFP8_LAUNCHERS} | {launcher: mxfp8 for launcher in _QUANTIZERS}
+    else:
+        modules = {
+            launcher: import_module(f"blocksparse_moe_kernels.triton.{file}") for launcher, file in _MXFP8_LAUNCHERS.items()
+        }
     return SimpleNamespace(**{launcher: getattr(module, launcher) for launcher, module in modules.items()})
 
 

@@ -5,6 +5,7 @@ launcher would give it. Under TRITON_INTERPRET=1 `triton.jit` makes interpreted 
 
     python -m tests.aot 90                     every configuration that sm_90 selects, a line each
     python -m tests.aot 90 forms               the other layouts, and the kernels that are not products
+    python -m tests.aot 90 mxfp8               the products of MXFP8 operands, and what quantises
     python -m tests.aot 90 dsd --dtype fp16    the full product of flags and layouts of dsd
     python -m tests.aot 90 --json FILE         for test_aot.py
 """
@@ -38,12 +39,13 @@ from triton.runtime.errors import PTXASError
 
 import blocksparse_moe_kernels.triton as kernel_package
 from blocksparse_moe_kernels.config import GemmConfig
-from blocksparse_moe_kernels.triton import gluon_rings
+from blocksparse_moe_kernels.triton import gluon_rings, mxfp8_numbers
 from blocksparse_moe_kernels.triton.descriptors import Described
 
 from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS, Build, configurations, forms, full_product
+from .aot_mxfp8 import mxfp8
 
-POINTERS = {dtype: name for name, dtype in DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
+POINTERS = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ HELPERS = ("_sum_dots_kernel", "_zero_tail_kernel")
 
 def record(build: Build) -> list[Launch]:
     """The launches of a build's call, none of which is made."""
-    gluon_rings.architecture_of = lambda device: build.architecture
+    gluon_rings.architecture_of = mxfp8_numbers.architecture_of = lambda device: build.architecture
     launches: list[Launch] = []
     for kernel in kernels():
         kernel.run = recorder(kernel, launches)
@@ -156,7 +158,7 @@ class Report:
         return f"{self.build}, {self.kernel}: {sizes}, {counts}"
 
 
-INSTRUCTIONS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "cp.async.c", "cp.async.bulk.tensor")
+INSTRUCTIONS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "kind::mxf8f6f4", "cp.async.c", "cp.async.bulk.tensor")
 OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "UTMASTG", "STL", "LDL")
 TENSOR_CORE_OPCODES = ("HGMMA", "HMMA")
 
@@ -232,14 +234,16 @@ def compile_all(builds: list[Build], jobs: int) -> list[Report]:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.aot", description="Compile the kernels ahead of time, without a GPU.")
     parser.add_argument("architecture", type=int, choices=ARCHITECTURES)
-    parser.add_argument("part", nargs="?", choices=["configurations", "forms", *PRODUCTS, "helpers"], default="configurations")
+    parser.add_argument(
+        "part", nargs="?", choices=["configurations", "forms", "mxfp8", *PRODUCTS, "helpers"], default="configurations"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of a full product")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports there")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         sys.exit("tests.aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it.")
-    parts = {"configurations": configurations, "forms": forms}
+    parts = {"configurations": configurations, "forms": forms, "mxfp8": mxfp8}
     if options.part in parts:
         builds = list(parts[options.part](options.architecture))
     else:

@@ -89,7 +89,7 @@ def no_gradients(count: int) -> tuple[None, ...]:
 def flatten(topology: Topology, implementation: str) -> tuple[Any, ...]:
     """The arguments `TOPOLOGY`; the row tiles travel along where the implementation uses them."""
     block_m, tiles, num_tiles = 0, None, None
-    if implementation == "triton":
+    if implementation.startswith("triton"):
         block_m = choose_block_m(topology.num_slots, topology.num_experts)
         schedule = topology.schedule(block_m)
         tiles, num_tiles = schedule.tiles, schedule.num_tiles

@@ -103,6 +103,46 @@ def expert_mlp(
     return combine(y, topology, routing_weights)
 
 
+_E4M3 = [code / 8 * 2.0**-6 if code < 8 else (1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(127)]
+"""The numbers of codes 0 to 126: subnormal ones, then eight from each power of two on. 127 is NaN; 128 is the sign."""
+
+
+def mxfp8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [R, K] and scales [R, K / 32] of x [R, K], as bytes: blocks of 32 numbers along K share a scale.
+
+    A code stands for _E4M3[code] * 2^(scale - 127). Scale: the least with which the largest magnitude of the block, times 1/448
+    in fp32, is at most 2^(scale - 127); 254 if none is, and 255 if there is a NaN. Code: the nearest, the even one of two.
+    """
+    codes, scales = [], []
+    for block in x.float().split(32, dim=1):
+        largest = block.abs().amax(dim=1) * torch.tensor(1 / 448, dtype=torch.float32, device=x.device)
+        powers = torch.tensor([2.0 ** (scale - 127) for scale in range(255)], dtype=torch.float64, device=x.device)
+        scale = (largest[:, None] > powers).sum(dim=1).clamp(max=254)
+        scale[largest.isnan()] = 255
+        scaled = block.double() * torch.tensor(2.0, dtype=torch.float64, device=x.device) ** (127 - scale)[:, None]
+        distances = (scaled.abs().clamp(max=448)[..., None] - torch.tensor(_E4M3, dtype=torch.float64, device=x.device)).abs()
+        nearest = distances == distances.amin(dim=2, keepdim=True)
+        preferred = 2 - torch.arange(127, device=x.device) % 2
+        code = (nearest * preferred).argmax(dim=2) + 128 * scaled.signbit()
+        code[scaled.isnan()] = 127
+        codes.append(code.to(torch.uint8))
+        scales.append(scale.to(torch.uint8))
+    return torch.cat(codes, dim=1), torch.stack(scales, dim=1)
+
+
+def mxfp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """The numbers, in fp64."""
+    numbers = torch.tensor([*_E4M3, torch.nan], dtype=torch.float64, device=codes.device)
+    numbers = torch.cat((numbers, -numbers))[codes.long()]
+    powers = [*(2.0 ** (scale - 127) for scale in range(255)), torch.nan]
+    return numbers * numbers.new_tensor(powers)[scales.long()].repeat_interleave(32, dim=1)[:, : codes.shape[1]]
+
+
+def mxfp8(x: Tensor) -> Tensor:
+    """x [R, K] rounded to MXFP8, in blocks along K; fp64."""
+    return mxfp8_dequantize(*mxfp8_quantize(x))
+
+
 def router(
     x: Tensor,
     weight: Tensor,

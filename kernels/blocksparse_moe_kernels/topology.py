@@ -130,10 +130,10 @@ class Topology:
             topology = cls(
                 tokens, slots, rows, offsets, num_tokens, schedules=(Schedule(block_m, tiles, num_tiles),), by_size=by_size
             )
-            return topology._with_schedules(block_ms[1:])
+            return topology.with_schedules(block_ms[1:])
         slots, rows, offsets = _sort_by(expert_ids.reshape(-1), num_experts)
         tokens = torch.div(slots, top_k, rounding_mode="floor") if top_k else slots
-        return cls(tokens, slots, rows, offsets, num_tokens)._with_schedules(block_ms)
+        return cls(tokens, slots, rows, offsets, num_tokens).with_schedules(block_ms)
 
     @classmethod
     def from_counts(cls, counts: Tensor, num_rows: int, *, block_ms: Sequence[int] = ()) -> Topology:
@@ -162,7 +162,7 @@ class Topology:
         offsets = torch.cat((ends.new_zeros(1), ends))
         row = torch.arange(num_rows, dtype=torch.int32, device=counts.device)
         rows = torch.where(row < ends[-1], row, -1)
-        return cls(row, row, rows, offsets, num_rows)._with_schedules(block_ms)
+        return cls(row, row, rows, offsets, num_rows).with_schedules(block_ms)
 
     @classmethod
     def from_pairs(
@@ -198,7 +198,7 @@ class Topology:
         safe_tokens = torch.where(known, tokens, 0).int()
         token_slots, _, token_offsets = _sort_by(torch.where(known, tokens, -1), num_tokens)
         topology = cls(safe_tokens[slots], slots, rows, offsets, num_tokens, token_slots, token_offsets)
-        return topology._with_schedules(block_ms)
+        return topology.with_schedules(block_ms)
 
     # ---------------------------------------------------------------- what it knows
 
@@ -296,7 +296,8 @@ class Topology:
 
         return plot_topology(self, columns, ax)
 
-    def _with_schedules(self, block_ms: Sequence[int]) -> Topology:
+    def with_schedules(self, block_ms: Sequence[int]) -> Topology:
+        """The same topology, which keeps the row tiles of these heights."""
         if not isinstance(block_ms, Sequence):
             raise TypeError(f"Topology: block_ms must be a sequence of tile heights, such as (128,); got {block_ms!r}.")
         if not block_ms:

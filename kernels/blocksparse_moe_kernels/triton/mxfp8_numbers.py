@@ -1,0 +1,113 @@
+"""MXFP8 in Triton: numbers to codes and scales, codes and scales to numbers.
+
+Hopper and newer convert to and from E4M3 by an instruction, as does Ada. Where there is none, in the interpreter too, the bits
+are put together here; the results are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..config import architecture_of
+from .tiles import INTERPRETED
+
+BLOCK = tl.constexpr(32)
+
+NEUTRAL = tl.constexpr(127)
+"""The scale of the factor one, which masked loads take."""
+
+
+def has_instructions(device: torch.device) -> bool:
+    """Whether the GPU converts to and from E4M3 by an instruction."""
+    return not triton.knobs.runtime.interpret and architecture_of(device) >= 89
+
+
+@triton.jit
+def block_scale(x, axis: tl.constexpr):
+    """The scales of fp32 blocks that lie along an axis, as int32."""
+    # Magnitudes compare as their bits do, and NaN is above all of them.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
+    bits = (largest * (1.0 / 448.0)).to(tl.int32, bitcast=True)
+    exponent = bits >> 23
+    scale = exponent + ((bits & 0x7FFFFF) > tl.where(exponent == 0, 1 << 22, 0)).to(tl.int32)
+    return tl.where(largest != largest, 255, tl.minimum(scale, 254))
+
+
+@triton.jit
+def inverse_factor(scale):
+    """2^(127 - scale) in fp32."""
+    bits = tl.where(scale < 254, (254 - scale) << 23, tl.where(scale == 254, 1 << 22, 1 << 21))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_factor(scale, dtype: tl.constexpr):
+    """2^(scale - 127) in fp32 or bf16; NaN of 255."""
+    if dtype == tl.bfloat16:
+        bits = scale.to(tl.int16)
+        bits = tl.where(bits == 0, 1 << 6, tl.where(bits == 255, 0x7FC0, bits << 7))
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        bits = scale.to(tl.int32)
+        bits = tl.where(bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23))
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode(x, HARDWARE: tl.constexpr):
+    """fp32 -> E4M3 as bytes, rounded to the nearest, ties to even, and saturated."""
+    if HARDWARE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        is_nan = magnitude > 0x7F800000
+        magnitude = tl.minimum(magnitude, 0x43E00000)  # 448
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 codes are multiples of 2^-9, which is what the last bit of a number from 2^14 on is worth.
+        shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+        subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+        code = tl.where(is_nan, 0x7F, code | ((bits >> 24) & 0x80))
+        return code.to(tl.uint8)
+
+
+@triton.jit
+def decode(codes, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """E4M3 as bytes -> fp32 or bf16, exactly."""
+    if HARDWARE:
+        # By way of fp32: fp16 to bf16 is one of the slowest instructions that there are.
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(dtype)
+    else:
+        bits = codes.to(tl.int32)
+        is_nan = (bits & 0x7F) == 0x7F
+        bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: the exponents differ by that
+        return tl.where(is_nan, float("nan"), number).to(dtype)
+
+
+@triton.jit
+def dequantized(codes, scales, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """codes [R, K] and scales [R, K / 32] -> [R, K] in fp32 or bf16, which hold every number but the very smallest."""
+    ROWS: tl.constexpr = codes.shape[0]
+    BLOCKS: tl.constexpr = scales.shape[1]
+    factor = block_factor(scales, dtype)
+    factor = tl.broadcast_to(factor[:, :, None], (ROWS, BLOCKS, BLOCK))
+    return decode(codes, dtype, HARDWARE) * tl.reshape(factor, (ROWS, BLOCKS * BLOCK))
+
+
+@triton.jit
+def dot_mxfp8(a, a_scales, b, b_scales, acc, HARDWARE: tl.constexpr):
+    """acc + a @ b: codes [M, K] and [K, N], scales [M, K / 32] and [N, K / 32].
+
+    sm_100 multiplies them as they are, if M is at least 128; else both are widened to bf16 before, by the compiler or here.
+    """
+    if HARDWARE:
+        return tl.dot_scaled(a, a_scales, "e4m3", b, b_scales, "e4m3", acc)
+    else:
+        wide: tl.constexpr = tl.float32 if INTERPRETED else tl.bfloat16
+        a = dequantized(a, a_scales, wide, HARDWARE)
+        b = dequantized(b.T, b_scales, wide, HARDWARE).T
+        return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,0 +1,54 @@
+"""The MXFP8 kernels compile for every architecture: multiplied natively on sm_100, widened elsewhere; no spills on sm_90."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+from blocksparse_moe_kernels.config import SHARED_MEMORY_KB
+from blocksparse_moe_kernels.triton import __path__ as kernel_folders
+
+from .aot import Report
+from .aot_cases import ARCHITECTURES
+from .test_aot import WITHOUT_HINTS, compile_ahead
+
+NATIVE = "kind::mxf8f6f4"
+"""Of an instruction that multiplies E4M3 by blocks with their scales."""
+
+
+def faults(report: Report) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    if report.error is not None:
+        return [f"does not compile: {report.error}"]
+    found, architecture = [], report.architecture
+    if report.shared > 1024 * SHARED_MEMORY_KB[architecture]:
+        found.append("needs more shared memory than a block has")
+    if report.config is None:
+        return found
+    of_weights_only = "quantized=False" in report.build
+    if report.dtype != "fp32" or not of_weights_only:
+        expected = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(architecture, "mma.sync")
+        multiplies = [name for name, count in report.instructions.items() if "mma" in name and count]
+        if multiplies != [expected]:
+            found.append(f"multiplies with {multiplies or 'no tensor core'} instead of {expected}")
+    if architecture == 100 and not of_weights_only and report.instructions[NATIVE] != report.instructions["tcgen05.mma"]:
+        found.append("does not multiply blocks with their scales")
+    if architecture == 90 and report.layout not in WITHOUT_HINTS and report.stack:
+        found.append("spills registers")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
+def test_mxfp8(architecture, tmp_path):
+    reports = compile_ahead(tmp_path, architecture, "mxfp8")
+    wrong = [f"{report}\n    {fault}" for report in reports for fault in faults(report)]
+    assert not wrong, f"{len(wrong)} faults in {len(reports)} kernels\n" + "\n".join(wrong)
+    files = [path for folder in kernel_folders for path in Path(folder).glob("mxfp8_*.py")]
+    sources = "\n".join(path.read_text() for path in files)
+    assert {report.kernel for report in reports} == set(re.findall(r"^def (\w+_kernel)\(", sources, re.M))
