@@ -20,7 +20,8 @@ TOLERANCE = {"": (1e-2, 5e-2), "fp8": (0.1, 0.5), "mxfp8": (0.1, 0.5)}
 """Of whole results and of rows, by the beginning of the precision: three significand bits, two products after one another."""
 
 WAYS = (
-    ("auto", None), ("te", None), ("te", "fp8_current"), ("te", "fp8_block"), ("te", "fp8_delayed"), ("te", "mxfp8"),
+    ("auto", None), ("auto", "mxfp8"), ("te", None), ("te", "fp8_current"), ("te", "fp8_block"), ("te", "fp8_delayed"),
+    ("te", "mxfp8"),
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from blocksparse_moe.backends import BACKENDS, ExpertSpec, ExpertWeights, check_
 from blocksparse_moe.backends.execution import Execution
 from blocksparse_moe.custom_ops.define import flatten
 from blocksparse_moe_kernels import Columns, Topology, get_activation, reference, torch_products
+from blocksparse_moe_kernels.mxfp8_linear import QuantizedProducts
 
 from .support import DEVICE, HAS_CUDA, each_backend
 
@@ -164,6 +166,16 @@ def launchers() -> list[str]:
 def test_both_implementations_have_the_same_launchers():
     assert set(launchers()) == set(vars(products.implementation("triton")))
     assert products.implementation("torch") is torch_products
+
+
+def test_no_product_escapes_mxfp8():
+    """Whatever multiplies is one of those that quantise, and what they leave to the others multiplies nothing."""
+    own = {name for name in vars(QuantizedProducts) if not name.startswith("_")}
+    others = set(launchers()) - own
+    assert own == {"sdd", "sdd_activation", "sdd_activation_backward", "dsd", "dsd_transposed"}
+    for name in others:
+        source = inspect.getsource(getattr(torch_products, name))
+        assert not re.search(r"torch\.(mm|matmul|addmm)|addmm_|_project|\bdsd|\bsdd", source), name
 
 
 @pytest.mark.parametrize("name", launchers())

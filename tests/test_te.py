@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blocksparse_moe import Experts, MoEConfig, Router, RouterConfig, Topology, dMoE
+from blocksparse_moe import Experts, MoEConfig, Router, RouterConfig, Topology, dMoE, products
 from blocksparse_moe.backends import ExpertSpec, report, select
 from blocksparse_moe.backends import te as te_backend
 from blocksparse_moe.backends.execution import Execution
@@ -47,6 +47,7 @@ def on(monkeypatch):
 
     def answer(engine):
         monkeypatch.setattr(te_backend, "ask", lambda device: engine)
+        monkeypatch.setattr(products, "_capability", lambda device: getattr(engine, "capability", (9, 0)))
 
     return answer
 

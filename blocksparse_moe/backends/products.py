@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from blocksparse_moe_kernels import Topology
+from blocksparse_moe_kernels.config import architecture_of
 
 from ..ops import expert_mlp
 from ..products import why_not
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     from . import ExpertSpec, ExpertWeights
 
 
+_NATIVE = "precision mxfp8, native: tensor cores multiply blocks with their scales; never run here by this project"
+_EMULATED = "precision mxfp8, emulated: rounded to it, then multiplied in a wider dtype. For numerics, not for speed"
+
+
 class ProductBackend:
     """sdd, activation, dsd, combine by one of the implementations in `blocksparse_moe.products`."""
 
-    precisions = ("bf16",)
+    precisions = ("bf16", "mxfp8")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,10 +34,15 @@ class ProductBackend:
             return "has no fused grouped MLP of Transformer Engine, which require_fused=True asks for; use backend='te'"
         if execution.precision is not None and execution.precision not in self.precisions:
             return f"does not compute in {execution.precision}, but in the dtype of the weights; use backend='te'"
+        if execution.precision == "mxfp8" and not spec.columns.are_equal:
+            return "computes in mxfp8 where experts have one size; these differ. Leave precision out"
         return why_not(self.name, spec.device, spec.dtype)
 
     def describe(self, spec: ExpertSpec) -> list[str]:
-        return []
+        if spec.execution.precision != "mxfp8":
+            return []
+        native = self.name == "triton" and spec.device.type == "cuda" and architecture_of(spec.device) // 10 == 10
+        return [_NATIVE if native else _EMULATED]
 
     def experts(
         self,
@@ -53,5 +63,6 @@ class ProductBackend:
             down_proj_bias=weights.down_proj_bias,
             columns=None if spec.columns.are_equal else spec.columns,
             recompute=spec.recompute,
+            precision="mxfp8" if spec.execution.precision == "mxfp8" else None,
             backend=self.name,
         )

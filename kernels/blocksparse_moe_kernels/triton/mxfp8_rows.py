@@ -135,6 +135,8 @@ def row_product_tile(block_m: int, quantized: bool, architecture: int, narrow: b
     warps = 8 if block_m == 128 else 4
     if quantized:
         return GemmConfig(block_m, 128, 128, warps, 2 if small else 3)
+    if block_m <= 32 and not small:  # few tokens: measured on an H200
+        return GemmConfig(block_m, 64, 256, 4, 3)
     return GemmConfig(block_m, 64 if narrow else 128, 64 if block_m > 64 else 128, warps, 2 if small else 4)
 
 
