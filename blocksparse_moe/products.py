@@ -27,7 +27,6 @@ _TRITON_LAUNCHERS = {
     "gather_rows": "padding",
     "scaled_activation": "scaled_activation",
     "activation_backward": "activation_backward",
-    "sdd_activation_backward": "sdd_activation_backward",
     "expert_sum": "bias",
     "expert_sum_tokens": "bias",
     "bias_dot": "bias",

@@ -86,10 +86,6 @@ class Launch:
         return source(self.kernel, signature, constants, hints), values
 
 
-HELPERS = ("_sum_dots_kernel", "_zero_tail_kernel")
-"""Kernels that the call of a product launches beside it."""
-
-
 def record(build: Build) -> list[Launch]:
     """The launches of a build's call, none of which is made."""
     gluon_rings.architecture_of = mxfp8_numbers.architecture_of = lambda device: build.architecture
@@ -168,9 +164,9 @@ def compile_build(build: Build) -> list[Report]:
     reports = []
     for launch in record(build):
         source, options = launch.source()
-        name = launch.kernel.__name__
-        config = None if name in HELPERS else build.config
-        report = Report(str(build), name, build.architecture, build.layer.dtype, build.layer.layout, config)
+        report = Report(
+            str(build), launch.kernel.__name__, build.architecture, build.layer.dtype, build.layer.layout, build.config
+        )
         try:
             binary = triton.compile(source, target=GPUTarget("cuda", build.architecture, 32), options=options)
         except (CompilationError, PTXASError, RuntimeError) as error:

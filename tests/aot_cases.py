@@ -28,7 +28,7 @@ from blocksparse_moe_kernels.config import (
     row_product_tile,
 )
 from blocksparse_moe_kernels.triton import dsd_transposed
-from blocksparse_moe_kernels.triton.activation_backward import activation_backward, sum_dots
+from blocksparse_moe_kernels.triton.activation_backward import activation_backward
 from blocksparse_moe_kernels.triton.bias import bias_dot, expert_sum, expert_sum_tokens
 from blocksparse_moe_kernels.triton.combine import combine
 from blocksparse_moe_kernels.triton.dsd import dsd
@@ -36,7 +36,6 @@ from blocksparse_moe_kernels.triton.dsd_transposed_gluon import TILE as GLUON_CO
 from blocksparse_moe_kernels.triton.gluon_rings import TILE as GLUON_TILE
 from blocksparse_moe_kernels.triton.route import route, route_backward
 from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
-from blocksparse_moe_kernels.triton.sdd_activation_backward import sdd_activation_backward
 from blocksparse_moe_kernels.triton.topology import sort_ids
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
 
@@ -45,9 +44,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 GPT_OSS = "swiglu(alpha=1.702, gate_limit=7, up_limit=7, up_offset=1, interleaved)"
 """The activation of most parameters."""
-
-CLAMPED = "swiglu(alpha=1.702, gate_limit=7, up_limit=7, up_offset=1)"
-"""The same of two halves."""
 
 HEIGHTS = tuple(sorted({choose_block_m(rows, 1) for rows in range(1, 1025)}))
 DEPTHS = tuple(sorted({choose_block_k(rows, 1) for rows in range(1, 1025)}))
@@ -177,13 +173,6 @@ def grad_hidden(layer: Layer, config: GemmConfig, order: str = "tokens", bias: b
     sdd(x, layer.down(), layer.topology, order=order, columns=columns, bias=added, config=config)
 
 
-def grad_pre(layer: Layer, config: GemmConfig, weights: bool = True) -> None:
-    """The gradient of the hidden activation, and its way through the activation."""
-    p = layer.tensor(layer.sizes[0], layer.top_k, dtype="fp32") if weights else None
-    pre, activation = layer.sparse(layer.halves), get_activation(layer.activation)
-    sdd_activation_backward(layer.tokens, layer.down(), layer.topology, pre, activation, p, config=config)
-
-
 def down(layer: Layer, config: GemmConfig, bias: bool = True) -> None:
     dsd(layer.sparse(), layer.down(), bias=layer.down_bias() if bias else None, config=config)
 
@@ -219,9 +208,6 @@ def helpers(layer: Layer) -> None:
     activation_backward(grad, pre, activation, weights, bias_part)
     activation_backward(grad, pre, activation, layer.tensor(T, layer.top_k))
     activation_backward(grad, pre, activation)
-    dots = layer.tensor(3, topology.num_slots, dtype="fp32")
-    sum_dots(dots, topology, weights, bias_part)
-    sum_dots(dots, topology, layer.tensor(T, layer.top_k))
     expert_sum(layer.sparse())
     expert_sum_tokens(layer.tokens, topology, weights)
     expert_sum_tokens(layer.tokens, topology)
@@ -241,7 +227,6 @@ def helpers(layer: Layer) -> None:
 PRODUCTS: dict[str, tuple[Callable, ...]] = {
     "sdd_activation": (up,),
     "sdd": (grad_hidden,),
-    "sdd_activation_backward": (grad_pre,),
     "dsd": (down, grad_rows),
     "dsd_transposed": (grad_up, grad_down),
 }
@@ -304,7 +289,6 @@ def configurations(architecture: int) -> Iterator[Build]:
             yield gluon(down, layer, bias=False)
             yield gluon(grad_rows, layer)
             yield gluon(grad_hidden, layer)
-            yield gluon(grad_pre, layer)
             yield gluon(grad_up, layer)
             yield gluon(grad_down, layer)
     yield Build(down, fp16, architecture, row_configs("fp16", architecture)[0])
@@ -330,7 +314,6 @@ def forms(architecture: int) -> Iterator[Build]:
         yield gluon(down, Layer(), bias=False)
         for layout in ("rows", "columns"):
             yield gluon(grad_hidden, Layer(layout=layout), order="rows")
-            yield gluon(grad_pre, Layer(layout=layout), weights=layout == "rows")
             yield gluon(grad_down, Layer(layout=layout), order="rows")
     yield Build(up, Layer("fp32"), architecture, row_configs("fp32", architecture)[-1])
     yield Build(grad_down, Layer("fp32"), architecture, column_configs("fp32", architecture)[0])
@@ -345,12 +328,6 @@ def full_product(architecture: int, dtype: str, name: str) -> Iterator[Build]:
     if name == "helpers":
         for layout, activation in product(("rows", "varied", "strided"), ACTIVATIONS):
             yield Build(helpers, Layer(dtype, layout, activation), architecture)
-        return
-    if name == "sdd_activation_backward":  # in Gluon; what else it launches is compiled elsewhere
-        gated = [name for name, activation in ACTIVATIONS.items() if activation.gated]
-        for activation, layout, weights in product([*gated, CLAMPED], ("rows", "columns"), (True, False)):
-            if architecture == 90 and dtype != "fp32":
-                yield gluon(grad_pre, Layer(dtype, layout, activation), weights=weights)
         return
     tiles = column_configs if name == "dsd_transposed" else row_configs
     configs = distinct([*tiles(dtype, architecture), *tiles(dtype, architecture, tma=False)])

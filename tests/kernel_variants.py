@@ -14,15 +14,16 @@ from collections import defaultdict
 import torch
 
 from blocksparse_moe_kernels.triton.dsd_transposed import dsd_transposed
-from blocksparse_moe_kernels.triton.sdd_activation_backward import sdd_activation_backward
 
 from .aot import Launch, kernels, recorder
 from .aot_cases import (
     ACTIVATIONS,
     Topology,
+    activation_backward,
     choose_block_m,
     combine,
     dsd,
+    sdd,
     sdd_activation,
     sort_ids,
 )
@@ -44,7 +45,7 @@ def launch_layer(num_tokens: int) -> None:
     sort_ids(ids, NUM_EXPERTS, choose_block_m(topology.num_slots, NUM_EXPERTS))
     pre, hidden = sdd_activation(x, up, topology, activation)
     combine(dsd(hidden, down), topology, weights)
-    grad_pre, scaled, _ = sdd_activation_backward(x, down, topology, pre, activation, weights)
+    grad_pre, scaled, _ = activation_backward(sdd(x, down, topology), pre, activation, weights)
     dsd_transposed(scaled, x, order="tokens", like=down)
     combine(dsd(grad_pre, up), topology)
     dsd_transposed(grad_pre, x, order="tokens", like=up)

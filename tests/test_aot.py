@@ -22,7 +22,7 @@ from blocksparse_moe_kernels.triton import __path__ as kernel_folders
 from blocksparse_moe_kernels.versions import gluon_is_known
 
 from .aot import Report
-from .aot_cases import ARCHITECTURES, DTYPES, GLUON_TILE, PRODUCTS
+from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_HINTS = ("odd", "varied_odd", "strided")
@@ -40,20 +40,19 @@ ALLOWED_STACK = {
     ("_sdd_tma_kernel", GemmConfig(128, 256, 64, 8, 3, tma=True)): (160, "erf of all columns, once a tile"),
     ("_sdd_tma_kernel", GemmConfig(64, 256, 64, 4, 4, tma=True)): (96, "8 warps spill nothing and are up to 11 % slower"),
     ("_sdd_tma_kernel", GemmConfig(32, 256, 64, 4, 4, tma=True)): (16, "erf of all columns, once a tile"),
-    ("_sdd_activation_backward_gluon_kernel", GLUON_TILE): (8, "clamped gates with routing weights, once a tile"),
     ("_sdd_kernel", GemmConfig(128, 256, 64, 8, 3)): (320, "once a tile; 128x128 spills nothing and is 13 to 26 % slower"),
 }
 """Bytes of spilled registers that a configuration of sm_90 may have outside the loop of its product, and why."""
 
 STORE_BUFFER = {
     "_sdd_tma_kernel": 1, "_sdd_gluon_kernel": 1, "_dsd_gluon_kernel": 1, "_dsd_tma_kernel": 2, "_dsd_transposed_tma_kernel": 2,
-    "_dsd_transposed_gluon_kernel": 1, "_sdd_activation_backward_gluon_kernel": 1,
+    "_dsd_transposed_gluon_kernel": 1,
 }  # fmt: skip
 """Bytes of the buffer from which TMA stores, for each element of the tile (1 where half a tile is stored at a time). A
 transposed product whose store shared the buffers of its loads (128x256, both operands by TMA; Triton 3.6, H200) wrote wrong
 results."""
 
-BOTH_COPIES = ("_sdd_gluon_kernel", "_sdd_activation_backward_gluon_kernel", "_dsd_transposed_gluon_kernel")
+BOTH_COPIES = ("_sdd_gluon_kernel", "_dsd_transposed_gluon_kernel")
 """Kernels that gather one operand, and load the other one by TMA."""
 
 COPIES = ("cp.async.c", "cp.async.bulk.tensor")

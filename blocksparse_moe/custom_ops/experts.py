@@ -138,11 +138,10 @@ def _expert_down_grads_run(grad, pre, w, bias, routing_weights, wanted, *argumen
     want_pre, want_w, want_bias, want_weights = wanted
     grad_pre = grad_w = grad_bias = grad_weights = None
     if want_pre or want_w or want_weights:
+        grad_hidden = kernels.sdd(grad, w, topology, order="tokens", columns=_flat_columns(w, columns))
         dot = kernels.bias_dot(grad, bias, topology) if want_weights and bias is not None else None
         pre_sparse = BlockSparse(pre, topology, columns.times(activation.halves))
-        s, scaled, grad_weights = kernels.sdd_activation_backward(
-            grad, w, topology, pre_sparse, activation, routing_weights, dot, columns=_flat_columns(w, columns)
-        )
+        s, scaled, grad_weights = kernels.activation_backward(grad_hidden, pre_sparse, activation, routing_weights, dot)
         grad_pre = s.values if want_pre else None
         if want_w:
             grad_w = kernels.dsd_transposed(scaled, grad, order="tokens", like=w)

@@ -206,21 +206,6 @@ def activation_backward(
     return grad_pre, grad, grad_weights
 
 
-def sdd_activation_backward(
-    x: Tensor,
-    w: Tensor,
-    topology: Topology,
-    pre: BlockSparse,
-    activation: Activation,
-    weights: Tensor | None = None,
-    bias_dot: Tensor | None = None,
-    *,
-    columns: Columns | None = None,
-) -> tuple[BlockSparse, BlockSparse, Tensor | None]:
-    """`activation_backward` of sdd(x, w); see `triton.sdd_activation_backward.sdd_activation_backward`."""
-    return activation_backward(sdd(x, w, topology, columns=columns), pre, activation, weights, bias_dot)
-
-
 def expert_sum(s: BlockSparse) -> Tensor:
     """Sum of each expert's rows of s; see `triton.bias.expert_sum`."""
     columns = s.columns

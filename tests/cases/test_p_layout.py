@@ -118,7 +118,7 @@ def weights_seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(kernels, name, watching)
 
-    for name in ("sdd", "sdd_activation", "sdd_activation_backward", "dsd"):
+    for name in ("sdd", "sdd_activation", "dsd"):
         watch(name)
     return seen
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..block_sparse import BlockSparse
-from ..config import ceil_div, next_power_of_2
+from ..config import next_power_of_2
 from ..launch import ColumnTables
-from ..topology import Topology
 from .activation_functions import activation_value_and_derivatives, constants
 from .launcher import launch
 from .tiles import value_rows
@@ -98,41 +97,6 @@ def _activation_backward_kernel(
         if HAS_BIAS:
             total += tl.load(BiasDot + row)
         tl.store(GradWeights + slot, total.to(GradWeights.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["num_parts", "num_slots"])
-def _sum_dots_kernel(
-    Dots, BiasDot, GradWeights, Slots, Offsets,            # [parts, M], [M], as the weights, [M], [E + 1]
-    num_experts, num_parts, num_slots,
-    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kept = row < tl.load(Offsets + num_experts)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(num_parts):
-        total += tl.load(Dots + tl.cast(num_slots, tl.int64) * part + row, mask=kept, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(BiasDot + row, mask=kept, other=0.0)
-    mask = row < num_slots
-    slot = tl.load(Slots + row, mask=mask, other=0).to(tl.int64)
-    tl.store(GradWeights + slot, total.to(GradWeights.dtype.element_ty), mask=mask)
-
-
-def sum_dots(dots: Tensor, topology: Topology, weights: Tensor, bias_dot: Tensor | None = None) -> Tensor:
-    """Gradient of the routing weights, in their shape and dtype, from parts of <dA', a>, exactly zero for dropped slots.
-
-    Args:
-        dots: [parts, M] fp32 in row order, summed in that order.
-        weights, bias_dot: as of `activation_backward`.
-    """
-    grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    block = 512
-    launch(
-        _sum_dots_kernel, dots.device, (ceil_div(topology.num_slots, block),),
-        dots, bias_dot, grad_weights, topology.slots, topology.offsets, topology.num_experts, *dots.shape,
-        BLOCK=block, HAS_BIAS=bias_dot is not None,
-    )  # fmt: skip
-    return grad_weights
 
 
 def activation_backward(

@@ -8,14 +8,8 @@ import triton
 import triton.language as tl
 
 from ..activations import PASSES_AT_LIMIT, Activation
-from .tiles import INTERPRETED
 
 _PASSES_AT_LIMIT = tl.constexpr(PASSES_AT_LIMIT)
-
-_LOGISTIC = tl.constexpr(
-    "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
-)
-"""With -log2(e) and 1 as bits."""
 
 
 def constants(activation: Activation | None) -> dict[str, Any]:
@@ -74,19 +68,10 @@ def activation_value_and_derivatives(
 
 
 @triton.jit
-def _logistic(x):
-    """1 / (1 + exp(-x)) in 4 instructions instead of 12, by the same approximations; below 1e-38 it is 0."""
-    if INTERPRETED:
-        return tl.sigmoid(x)
-    else:
-        return tl.inline_asm_elementwise(_LOGISTIC, "=f,f", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def function_value_and_derivative(x, FUNCTION: tl.constexpr):
     tl.static_assert(x.dtype == tl.float32)
     if FUNCTION == "silu":
-        sigmoid = _logistic(x)
+        sigmoid = tl.sigmoid(x)
         value = x * sigmoid
         derivative = sigmoid + value * (1 - sigmoid)
     elif FUNCTION == "gelu":
@@ -96,7 +81,7 @@ def function_value_and_derivative(x, FUNCTION: tl.constexpr):
     elif FUNCTION == "gelu_tanh":
         # 0.5 (1 + tanh(z)) = sigmoid(2 z)
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        sigmoid = _logistic(inner)
+        sigmoid = tl.sigmoid(inner)
         value = x * sigmoid
         derivative = sigmoid + value * (1 - sigmoid) * 1.5957691216057308 * (1 + 0.134145 * x * x)
     elif FUNCTION == "relu":

@@ -104,13 +104,6 @@ def describe_rows(values: Tensor | None, block_m: int, block_n: int, halves: int
     return Descriptor(values, shape, strides, [1, 1, block_m, 1, block_n])
 
 
-def describe_both_halves(values: Tensor, block_m: int, block_n: int) -> Descriptor:
-    """Tiles of block_m x block_n of each half of values [M, 2 * N], one tile behind the other; rows are clipped as above."""
-    row, columns = values.stride(0), values.shape[1] // 2
-    shape, strides = [_UNBOUNDED, _UNBOUNDED, 2, _HOST_END, columns], [2**34 - row, row, columns, row, 1]
-    return Descriptor(values, shape, strides, [1, 1, 2, block_m, block_n])
-
-
 @triton.jit
 def load_weight_tile(descriptor, expert, column, k, DENSE_HIDDEN: tl.constexpr):
     """[HALVES * columns, hidden] of the weight of one expert: gate columns, then up columns."""

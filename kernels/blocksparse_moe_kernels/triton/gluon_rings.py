@@ -4,7 +4,7 @@ Triton's own kernels leave their main loop for the epilogue with all warps at on
 program has two *consumers* of 4 warps, each with 64 of the 128 rows of a tile and an accumulator of its own. They run free of
 each other, so the epilogue of one hides under the products of the other. A third group, the *producer*, loads by TMA.
 
-    rings    tiles of 64 columns of the contraction, in slots that producer and consumers go through in turn. `full` of a slot
+    rings    tiles of 64 columns of the contraction, in 4 slots that producer and consumers go through in turn. `full` of a slot
              completes when its bytes are there, `empty` when both consumers are done with it. A consumer is done with a slot
              when its wgmma has ended, which it sees one step later. The programs are persistent, and the rings go on from tile
              to tile
@@ -39,7 +39,7 @@ BLOCK_M, BLOCK_N, BLOCK_K = gl.constexpr(_BLOCK_M), gl.constexpr(_BLOCK_N), gl.c
 """Rows of a consumer, columns of half a tile, depth of a step."""
 
 SLOTS = gl.constexpr(4)
-"""Of a ring that the producer fills, where nothing else is said."""
+"""Of a ring that the producer fills."""
 
 ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _BLOCK_N, 16]))
 HALF_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16]))
@@ -47,37 +47,37 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 
 
 @gluon.jit
-def advanced(slot, phase, slots: gl.constexpr = SLOTS):
+def advanced(slot, phase):
     """The slot behind this one, and the phase of its barriers."""
     slot += 1
-    wraps = slot == slots
+    wraps = slot == SLOTS
     return gl.where(wraps, 0, slot), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def before(slot, slots: gl.constexpr = SLOTS):
+def before(slot):
     """The slot before this one."""
-    return gl.where(slot == 0, slots - 1, slot - 1)
+    return gl.where(slot == 0, SLOTS - 1, slot - 1)
 
 
 @gluon.jit
-def barriers(arrivals: gl.constexpr = 1, slots: gl.constexpr = SLOTS):
+def barriers(arrivals: gl.constexpr = 1):
     """(full, empty) of a ring. `arrivals`: of the producer at a slot, besides bytes."""
-    full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(slots):
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=arrivals)
         mbarrier.init(empty.index(slot), count=2)
     return full, empty
 
 
 @gluon.jit
-def weight_ring(dtype: gl.constexpr, DENSE_DEPTH: gl.constexpr, slots: gl.constexpr = SLOTS):
+def weight_ring(dtype: gl.constexpr, DENSE_DEPTH: gl.constexpr):
     """Tiles [columns, depth] or, of a weight whose depth is not its dense axis, [depth, columns]."""
     if DENSE_DEPTH:
-        return gl.allocate_shared_memory(dtype, [slots, 2 * BLOCK_N, BLOCK_K], SHARED)
+        return gl.allocate_shared_memory(dtype, [SLOTS, 2 * BLOCK_N, BLOCK_K], SHARED)
     else:
-        return gl.allocate_shared_memory(dtype, [slots, BLOCK_K, 2 * BLOCK_N], SHARED)
+        return gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_K, 2 * BLOCK_N], SHARED)
 
 
 @gluon.jit
@@ -131,17 +131,16 @@ class SwizzledDescriptor(Described, TensorDescriptor):
     """A descriptor as Gluon takes it, which says how a tile lies in shared memory."""
 
     @classmethod
-    def of(cls, descriptor: Described | None, swizzle: int = 128) -> SwizzledDescriptor | None:
-        """`swizzle`: bytes that rows are mixed in, at most those of a row."""
+    def of(cls, descriptor: Described | None) -> SwizzledDescriptor | None:
         if descriptor is None:
             return None
         base, shape, strides, block_shape = descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape
-        return cls(base, shape, strides, block_shape, _layout(len(shape), swizzle))
+        return cls(base, shape, strides, block_shape, _layout(len(shape)))
 
 
 @cache
-def _layout(rank: int, swizzle: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=rank)
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
 def stand_in(config: GemmConfig, bias: Tensor | None, device: torch.device, tile: GemmConfig = TILE) -> bool:

@@ -38,7 +38,6 @@ from .gluon_rings import (
     BLOCK_M,
     BLOCK_N,
     SHARED,
-    SLOTS,
     TILE,
     SwizzledDescriptor,
     advanced,
@@ -84,7 +83,7 @@ def _producer(
 
 
 @gluon.jit
-def looked_up(
+def _looked_up(
     Tokens, Tiles, number, capacity, num_tiles, num_columns, offs_m, GROUP: gl.constexpr, GATHER: gl.constexpr
 ):  # fmt: skip
     """(first row, length, column tile, rows of x) of a tile; of the last one if there is none of that number. Where a tile has
@@ -99,7 +98,7 @@ def looked_up(
 
 
 @gluon.jit
-def copy_rows(X, rows, stride_xt, k, slot):
+def _copy(X, rows, stride_xt, k, slot):
     """Start to copy a step of the rows of a consumer, and close the group of these copies."""
     offs_k = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, X_LAYOUT))
     async_copy.async_copy_global_to_shared(slot, X + ((rows * stride_xt)[:, None] + offs_k[None, :]))
@@ -107,26 +106,23 @@ def copy_rows(X, rows, stride_xt, k, slot):
 
 
 @gluon.jit
-def step(
+def _step(
     X, rows, next_rows, stride_xt, k, num_steps, acc, slot, phase, x_slot, x_ring, w_ring, full, empty,
-    DENSE_DEPTH: gl.constexpr, FIRST: gl.constexpr, slots: gl.constexpr = SLOTS, LENT: gl.constexpr = False,
+    DENSE_DEPTH: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Start the wgmma of step k, wait for that of the step before, free its slots, refill its slot of x with step k + LEAD.
-
-    slots: of the ring of the weight. LENT: from that slot of x a result may still be written."""
+    """Start the wgmma of step k, wait for that of the step before, free its slots, refill its slot of x with step k + LEAD."""
     async_copy.wait_group(LEAD - 1)
     fence_async_shared()
     mbarrier.wait(full.index(slot), phase)
     acc = warpgroup_mma(x_ring.index(x_slot), weight_operand(w_ring.index(slot), DENSE_DEPTH), acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
     if not FIRST:
-        mbarrier.arrive(empty.index(before(slot, slots)), count=1)
-    if LENT:
-        tma.store_wait(0)
+        mbarrier.arrive(empty.index(before(slot)), count=1)
     over = k >= num_steps - LEAD
     coming = gl.where(over, k + LEAD - num_steps, k + LEAD)
-    copy_rows(X, gl.where(over, next_rows, rows), stride_xt, coming, x_ring.index(before(x_slot, X_SLOTS)))
-    slot, phase = advanced(slot, phase, slots)
+    free = gl.where(x_slot == 0, X_SLOTS - 1, x_slot - 1)
+    _copy(X, gl.where(over, next_rows, rows), stride_xt, coming, x_ring.index(free))
+    slot, phase = advanced(slot, phase)
     return acc, slot, phase, gl.where(x_slot + 1 == X_SLOTS, 0, x_slot + 1)
 
 
@@ -142,28 +138,28 @@ def _consumer(
     offs_m = ROW + gl.arange(0, BLOCK_M, gl.SliceLayout(1, X_LAYOUT))
     first = gl.program_id(0)
     stride = gl.num_programs(0)
-    first_row, length, pid_n, rows = looked_up(
+    first_row, length, pid_n, rows = _looked_up(
         Tokens, Tiles, first, capacity, num_tiles, num_columns, offs_m, GROUP, GATHER
     )
-    first_row1, length1, pid_n1, rows1 = looked_up(
+    first_row1, length1, pid_n1, rows1 = _looked_up(
         Tokens, Tiles, first + stride, capacity, num_tiles, num_columns, offs_m, GROUP, GATHER
     )
     for ahead in gl.static_range(LEAD):
-        copy_rows(X, rows, stride_xt, ahead, x_ring.index(ahead))
+        _copy(X, rows, stride_xt, ahead, x_ring.index(ahead))
     slot = 0
     phase = 0
     x_slot = 0
     for number in range(first, num_tiles * num_columns, stride):
         acc = gl.zeros((BLOCK_M, 2 * BLOCK_N), gl.float32, ACC_LAYOUT)
-        acc, slot, phase, x_slot = step(
+        acc, slot, phase, x_slot = _step(
             X, rows, rows1, stride_xt, 0, num_steps, acc, slot, phase, x_slot, x_ring, w_ring, full, empty, DENSE_DEPTH, True
         )
         # Under the first wgmma, what the tile after the next one needs.
-        first_row2, length2, pid_n2, rows2 = looked_up(
+        first_row2, length2, pid_n2, rows2 = _looked_up(
             Tokens, Tiles, number + 2 * stride, capacity, num_tiles, num_columns, offs_m, GROUP, GATHER
         )
         for k in range(1, num_steps):
-            acc, slot, phase, x_slot = step(
+            acc, slot, phase, x_slot = _step(
                 X, rows, rows1, stride_xt, k, num_steps, acc, slot, phase, x_slot, x_ring, w_ring, full, empty,
                 DENSE_DEPTH, False,
             )  # fmt: skip
