@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -189,6 +189,7 @@ def integers(*shape: int, share: float = 1.0) -> Tensor:
 
 
 @each_backend_slowly
+@settings(max_examples=max(4, settings.default.max_examples // 4))
 @given(data=st.data())
 def test_expert_mlp_and_its_gradients(backend, data):
     """Of integers and activations that keep them, so that everything which is rounded to MXFP8 is known exactly before."""
@@ -211,11 +212,11 @@ def test_expert_mlp_and_its_gradients(backend, data):
     )  # fmt: skip
     recompute = data.draw(st.booleans())
     leaves = {key: leaf(tensor, torch.float32, data.draw(layouts)) for key, tensor in tensors.items()}
-    settings = {"activation": name, "precision": "mxfp8", "backend": backend}
-    y = expert_mlp(topology=topology, recompute=recompute, **leaves, **settings)
+    options = {"activation": name, "precision": "mxfp8", "backend": backend}
+    y = expert_mlp(topology=topology, recompute=recompute, **leaves, **options)
     grads = torch.autograd.grad(y, list(leaves.values()), grad.float())
     with torch.no_grad():
-        assert torch.equal(expert_mlp(topology=topology, **leaves, **settings), y)
+        assert torch.equal(expert_mlp(topology=topology, **leaves, **options), y)
     for key, found in zip(("y", *leaves), (y, *grads), strict=True):
         expected = oracle[key]
         terms = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
@@ -229,6 +230,7 @@ def test_expert_mlp_and_its_gradients(backend, data):
 
 @each_backend_slowly
 @pytest.mark.parametrize("quantize_activations", [False, True])
+@settings(max_examples=max(4, settings.default.max_examples // 4))
 @given(data=st.data())
 def test_weights_kept_in_mxfp8(backend, quantize_activations, data):
     routing = data.draw(routings())
@@ -240,8 +242,8 @@ def test_weights_kept_in_mxfp8(backend, quantize_activations, data):
     biases = {"up_proj_bias": randn(E, halves * F).float(), "down_proj_bias": randn(E, H).float()}
     biases = biases if data.draw(st.booleans()) else {}
     experts = quantize_experts(up, down, backend=backend)
-    settings = {"activation": name, "quantize_activations": quantize_activations, "backend": backend}
-    ours = mxfp8_expert_mlp(x, topology, experts, p, **biases, **settings)
+    options = {"activation": name, "quantize_activations": quantize_activations, "backend": backend}
+    ours = mxfp8_expert_mlp(x, topology, experts, p, **biases, **options)
     if quantize_activations:
         trained = expert_mlp(x, topology, up, down, p, activation=name, precision="mxfp8", backend=backend, **biases)
         assert torch.equal(ours, trained)

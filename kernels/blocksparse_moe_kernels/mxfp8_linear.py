@@ -58,21 +58,6 @@ class QuantizedProducts:
         bias = None if bias is None else bias.flatten(1)
         return self._mxfp8.sdd_activation(rows, weight, topology, activation, bias=bias, save_pre=save_pre)
 
-    def sdd_activation_backward(
-        self,
-        x: Tensor,
-        w: Tensor,
-        topology: Topology,
-        pre: BlockSparse,
-        activation: Activation,
-        weights: Tensor | None = None,
-        bias_dot: Tensor | None = None,
-        *,
-        columns: Columns | None = None,
-    ) -> tuple[BlockSparse, BlockSparse, Tensor | None]:
-        """`activation_backward` of sdd(x, w)."""
-        return self._plain.activation_backward(self.sdd(x, w, topology), pre, activation, weights, bias_dot)
-
     def dsd(self, s: BlockSparse, w: Tensor, *, bias: Tensor | None = None) -> Tensor:
         """y_e = s_e w_e (+ bias_e)."""
         rows, weight = self._mxfp8.quantize(s.values), self._mxfp8.quantize(_stacked(w).mT)

@@ -119,7 +119,8 @@ def mxfp8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         powers = torch.tensor([2.0 ** (scale - 127) for scale in range(255)], dtype=torch.float64, device=x.device)
         scale = (largest[:, None] > powers).sum(dim=1).clamp(max=254)
         scale[largest.isnan()] = 255
-        scaled = block.double() * torch.tensor(2.0, dtype=torch.float64, device=x.device) ** (127 - scale)[:, None]
+        inverse = torch.tensor([2.0 ** (127 - scale) for scale in range(256)], dtype=torch.float64, device=x.device)
+        scaled = block.double() * inverse[scale][:, None]
         distances = (scaled.abs().clamp(max=448)[..., None] - torch.tensor(_E4M3, dtype=torch.float64, device=x.device)).abs()
         nearest = distances == distances.amin(dim=2, keepdim=True)
         preferred = 2 - torch.arange(127, device=x.device) % 2
