@@ -63,6 +63,8 @@ lock:                   ## write the lock anew; what it names already keeps its 
 # Both ends of what is supported, each in its own environment; run before an issue is closed.
 test-matrix: test-oldest test-newest    ## the suite with the oldest and with the newest torch, Triton, transformers
 
+test-oldest:            ## with the oldest
+test-newest:            ## with the newest
 test-oldest test-newest: test-%:
 	test -x .venv-matrix/$*/bin/python || $(PYTHON) -m venv .venv-matrix/$*
 	.venv-matrix/$*/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \

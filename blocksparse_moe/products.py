@@ -16,6 +16,7 @@ from blocksparse_moe_kernels.mxfp8_linear import QuantizedProducts
 
 Implementation = Literal["torch", "triton"]
 
+_TORCH_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON_LAUNCHERS = {
     "sdd": "sdd",
@@ -58,7 +59,7 @@ def unknown(name: str) -> str:
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why implementation `name` cannot multiply tensors of `dtype` on `device`; None when it can."""
     if name == "torch":
-        return None if dtype.is_floating_point else f"needs a floating dtype; got {dtype}"
+        return None if dtype in _TORCH_DTYPES else f"computes in fp64, fp32, fp16 and bf16; got {dtype}"
     if name != "triton":
         return unknown(name)
     if find_spec("triton") is None:
@@ -87,8 +88,11 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Impleme
     Raises:
         ValueError: an unknown name; TypeError: no floating dtype; NotImplementedError: the named one cannot run here.
     """
-    if not dtype.is_floating_point:
-        raise TypeError(f"backend {name!r} needs a floating dtype; got {dtype}. Convert operands and weights, as by .float().")
+    if dtype not in _TORCH_DTYPES:
+        raise TypeError(
+            f"backend {name!r} needs a floating dtype of 16 bits or more; got {dtype}. Convert operands and weights, as by "
+            ".float()."
+        )
     if name == "auto":
         if device.type != "cuda":
             return "torch", f"the default on {device.type}"

@@ -85,11 +85,12 @@ def draw(trainings: list[Training]) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", default=None)
     parser.add_argument("--output", type=Path, default=Path("runs/low_precision"))
     arguments = parser.parse_args()
 
-    settings = Settings(steps=arguments.steps, device=arguments.device)
+    settings = Settings(steps=arguments.steps, batch_size=arguments.batch_size, device=arguments.device)
     text = Text.load(settings)
     torch.manual_seed(settings.seed)
     start = MixtralForCausalLM(model_config(settings))

@@ -34,7 +34,9 @@ from blocksparse_moe_kernels.triton.combine import combine
 from blocksparse_moe_kernels.triton.dsd import dsd
 from blocksparse_moe_kernels.triton.dsd_transposed_gluon import TILE as GLUON_COLUMN_TILE
 from blocksparse_moe_kernels.triton.gluon_rings import TILE as GLUON_TILE
+from blocksparse_moe_kernels.triton.padding import gather_rows
 from blocksparse_moe_kernels.triton.route import route, route_backward
+from blocksparse_moe_kernels.triton.scaled_activation import scaled_activation
 from blocksparse_moe_kernels.triton.sdd import sdd, sdd_activation
 from blocksparse_moe_kernels.triton.topology import sort_ids
 from blocksparse_moe_kernels.triton.zero_tail import zero_tail
@@ -208,6 +210,8 @@ def helpers(layer: Layer) -> None:
     activation_backward(grad, pre, activation, weights, bias_part)
     activation_backward(grad, pre, activation, layer.tensor(T, layer.top_k))
     activation_backward(grad, pre, activation)
+    gather_rows(layer.tokens, topology.tokens)
+    scaled_activation(layer.tensor(topology.num_slots, layer.halves * layer.sizes[2]), activation, bias_part)
     expert_sum(layer.sparse())
     expert_sum_tokens(layer.tokens, topology, weights)
     expert_sum_tokens(layer.tokens, topology)

@@ -104,9 +104,9 @@ def test_a_backend_that_cannot_says_why(name, dtype, device, reason):
 
 
 @pytest.mark.parametrize("name", ["auto", "torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_only_floating_dtypes_are_computed(name, dtype):
-    with pytest.raises(TypeError, match=f"backend '{name}' needs a floating dtype; got {dtype}"):
+    with pytest.raises(TypeError, match=f"backend '{name}' needs a floating dtype of 16 bits or more; got {dtype}"):
         select(spec(name, dtype, CPU))
 
 

@@ -217,3 +217,19 @@ EQUAL, VARIED = Columns.equal(3, 2), Columns.of([2, 3])
 def test_mistakes(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda s: (None, s.topology, s.columns), "values must be a Tensor; got a NoneType"),
+        (lambda s: (s.values, s.columns, s.columns), "topology must be a Topology; got a Columns"),
+        (lambda s: (s.values, s.topology, 4), "columns must be a Columns; got a int"),
+    ],
+    ids=["values", "topology", "columns"],
+)
+def test_arguments_of_other_types_are_refused(arguments, message):
+    topology = Topology.from_ids(torch.zeros(3, 1, dtype=torch.long), 2)
+    s = BlockSparse(torch.zeros(3, 4), topology, Columns.equal(4, 2))
+    with pytest.raises(TypeError, match=f"BlockSparse: {message}"):
+        BlockSparse(*arguments(s))

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
-SHORTER = {"balance.py": ["--steps", "16"], "low_precision.py": ["--steps", "30"]}  # several trainings
+SHORTER = {"balance.py": ["--steps", "16"], "low_precision.py": ["--steps", "20", "--batch-size", "2"]}
+"""Those of several trainings."""
 
 pytest.importorskip("transformers", minversion="5.9")
 pytest.importorskip("peft")

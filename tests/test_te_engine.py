@@ -13,6 +13,7 @@ from blocksparse_moe.backends.te import engine as te_engine
 from blocksparse_moe.backends.te.engine import Engine
 from blocksparse_moe.backends.te.products import Form, FusedModules, Modules
 from blocksparse_moe_kernels import reference
+from blocksparse_moe_kernels.mxfp8 import quantize
 
 from .support import DEVICE, HAS_CUDA
 from .te_stand_in import HOPPER
@@ -234,6 +235,22 @@ def test_autocast_and_checkpointing():
     for reentrant in (False, True):
         for ours, plain in zip(grads[reentrant], grads[None], strict=True):
             assert torch.equal(ours, plain)
+
+
+def test_codes_of_mxfp8_are_those_of_transformer_engine():
+    """Quantising runs on any device, multiplying does not. Both of its copies, of numbers with zeros and outliers."""
+    te = te_engine.load()
+    torch.manual_seed(0)
+    x = torch.randn(256, 384, device=DEVICE) * torch.exp(3 * torch.randn(256, 1, device=DEVICE))
+    x[:32, :32] = 0
+    x[64, 5] = 1e4
+    x = x.bfloat16()
+    theirs = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x)
+    rows, columns = quantize(x), quantize(x, axis=-2)
+    assert torch.equal(theirs._rowwise_data.view(torch.uint8), rows.codes.view(torch.uint8))
+    assert torch.equal(theirs._rowwise_scale_inv[:256, :12].view(torch.uint8), rows.scales)
+    assert torch.equal(theirs._columnwise_data.view(torch.uint8), columns.codes.view(torch.uint8))
+    assert torch.equal(theirs._columnwise_scale_inv[:8, :384].view(torch.uint8), columns.scales)
 
 
 def test_mxfp8_is_refused_here():

@@ -106,6 +106,10 @@ class BlockSparse:
     transposed: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in (("values", Tensor), ("topology", Topology), ("columns", Columns)):
+            if not isinstance(getattr(self, name), kind):
+                came = type(getattr(self, name)).__name__
+                raise TypeError(f"BlockSparse: {name} must be a {kind.__name__}; got a {came}. sdd makes a BlockSparse.")
         rows, columns = self.topology.num_slots, self.columns
         check_columns("BlockSparse", self.topology, columns)
         expected = values_shape(rows, columns)
