@@ -310,4 +310,4 @@ class dMoE(nn.Module):
 
     def backend_report(self) -> str:
         """Which backend computes the experts of this layer as it is now, why, and why the others would not."""
-        return report(self.experts.spec())
+        return report(self.experts.spec(autocast_dtype(self.experts.down_proj)))

@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.main_grad = main_grad
+        ctx.main_grad, ctx.overwrite = main_grad, getattr(weight, "overwrite_main_grad", False)
         return x @ weight.T
 
     @staticmethod
@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_weight = grad.T @ x
         if ctx.main_grad is not None:
-            ctx.main_grad += grad_weight
+            ctx.main_grad.copy_(grad_weight if ctx.overwrite else ctx.main_grad + grad_weight)
         return grad @ weight, None if ctx.main_grad is not None else grad_weight, None
 
 
@@ -73,7 +73,7 @@ class GroupedLinear(nn.Module):
                 self.register_parameter(f"bias{i}", nn.Parameter(torch.empty(out_features, device=device)))
 
     def forward(self, x: Tensor, m_splits: list[int]) -> Tensor:
-        assert sum(m_splits) == x.shape[0] > 0
+        assert sum(m_splits) == x.shape[0] > 0 and not any(count % MODULE.alignment for count in m_splits)
         parts = []
         for i, rows in enumerate(x.split(m_splits)):
             weight = getattr(self, f"weight{i}")
@@ -85,8 +85,9 @@ class GroupedLinear(nn.Module):
 @contextmanager
 def _autocast(enabled: bool, recipe: object) -> Iterator[None]:
     assert enabled == (recipe is not None)
+    MODULE.alignment = 16 if enabled else 1
     yield
 
 
-MODULE = SimpleNamespace(GroupedLinear=GroupedLinear, autocast=_autocast)
+MODULE = SimpleNamespace(GroupedLinear=GroupedLinear, autocast=_autocast, alignment=1)
 """In place of `transformer_engine.pytorch`."""

@@ -83,12 +83,13 @@ def test_recipes_of_hopper(on, precision, nearest):
     reason = str(HOPPER.available[precision]).rstrip(".")
     assert f"cannot compute in {precision} on cuda:0 (compute capability 9.0): {reason}." in str(error.value)
     assert f'The nearest that runs here is precision="{nearest}"' in str(error.value)
+    assert ("backend='triton' emulates mxfp8" in str(error.value)) == (precision == "mxfp8")
 
 
 def test_the_nearest_recipe_is_one_that_runs(on):
     on(replace(HOPPER, capability=(8, 0), available=dict.fromkeys(HOPPER.available, "too old.")))
     for precision in set(RECIPES) - {"bf16"}:
-        with pytest.raises(NotImplementedError, match='nearest that runs here is precision="bf16"'):
+        with pytest.raises(NotImplementedError, match="nearest that runs here is the dtype of the weights: leave"):
             select(spec(precision))
     on(replace(HOPPER, available=HOPPER.available | {"fp8_block": "CUDA >= 12.9 is needed."}))
     with pytest.raises(NotImplementedError, match='nearest that runs here is precision="fp8_current"'):
@@ -98,7 +99,10 @@ def test_the_nearest_recipe_is_one_that_runs(on):
 @pytest.mark.parametrize(("precision", "multiple"), [("fp8_current", 16), ("fp8_block", 16), ("mxfp8", 32)])
 def test_sizes_that_a_recipe_cannot_take(on, precision, multiple):
     on(BLACKWELL)
-    with pytest.raises(NotImplementedError, match=f"with sizes 200: H and F must be multiples of {multiple}"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"with sizes 200: H and F must be multiples of {multiple}. The nearest that takes them is the dtype",
+    ):
         select(spec(precision, hidden_size=200))
     assert select(spec("bf16", hidden_size=201))[0].name == "te"
 
@@ -118,7 +122,7 @@ def test_other_backends_leave_fp8_to_it(on):
     auto = replace(spec(), execution=Execution("auto", "fp8_current"))
     assert select(auto)[0].name == "te"
     on("needs Transformer Engine >= 2.17, which is not installed")
-    with pytest.raises(NotImplementedError, match=r"no backend can: triton .*; te needs Transformer Engine"):
+    with pytest.raises(NotImplementedError, match=r"backend 'te' needs Transformer Engine >= 2.17, which is not installed"):
         select(auto)
     assert "nothing runs here" in report(auto)
 
@@ -153,9 +157,13 @@ def fresh_load():
         ),
         ("2.20.2", OSError("libtransformer_engine.so"), "cannot be imported beside torch .*OSError: libtransformer_engine.so"),
         ("2.20.2", AssertionError("Minimum torch"), "cannot be imported.*AssertionError: Minimum torch"),
+        ("2.20.2", ValueError("invalid literal for int()"), "cannot be imported.*ValueError: invalid literal"),
     ],
 )
 def test_an_engine_that_is_not_there(monkeypatch, fresh_load, version, failure, message):
+    was_there = "transformer_engine" in sys.modules
+    monkeypatch.setattr(products, "_capability", lambda device: (9, 0))
+
     def of(distribution: str) -> str:
         if distribution != te_engine.DISTRIBUTION:
             return metadata.distribution(distribution).version
@@ -171,10 +179,11 @@ def test_an_engine_that_is_not_there(monkeypatch, fresh_load, version, failure, 
         monkeypatch.setattr(te_engine, "import_module", broken)
     with pytest.raises(NotImplementedError, match=message):
         select(spec())
+    assert "nothing runs here" in report(spec())
     layer = dMoE(MoEConfig(8, 8, 2), backend="te")
     layer.experts.execution = Execution("auto")
     assert layer(torch.randn(3, 8)).shape == (3, 8)  # nothing else is affected
-    assert "transformer_engine" not in sys.modules
+    assert ("transformer_engine" in sys.modules) == was_there
 
 
 # -------------------------------------------------------------------- fused or not
@@ -184,7 +193,7 @@ def test_every_condition_is_named(on):
     on(BLACKWELL)
     assert all(condition.holds for condition in conditions(BLACKWELL, "mxfp8", spec("mxfp8")))
     text = report(spec("mxfp8"))
-    assert "fused grouped MLP; its conditions:" in text and "unfused" not in text and "FAILS" not in text
+    assert "fused grouped MLP; the conditions:" in text and "unfused" not in text and "FAILS" not in text
     assert "never run here by this project" in text and "padded to 256" in text
 
 
@@ -200,12 +209,13 @@ def test_every_condition_is_named(on):
         ({"hidden_size": 288}, {}, "multiples of 64 .*H=288"),
         ({"activation": "geglu"}, {}, "plain swiglu .*geglu"),
         ({"bias": True}, {}, "no biases"),
+        ({"dtype": torch.float16}, {}, "computation in bf16 .*float16"),
     ],
 )
 def test_a_condition_that_fails(on, change, engine, words):
     on(replace(BLACKWELL, **engine))
     text = report(spec("mxfp8", **change))
-    assert "unfused grouped MLP; its conditions:" in text
+    assert "unfused grouped MLP; the conditions:" in text
     (failing,) = [line for line in text.splitlines() if "FAILS" in line]
     assert re.search(words, failing)
     with pytest.raises(NotImplementedError, match="would run unfused, and require_fused=True was asked for: FAILS"):
@@ -349,6 +359,30 @@ def test_main_grad(stand_in, flag):
         assert not flag or mine.grad_added_to_main_grad
 
 
+def test_a_main_grad_that_comes_after_the_forward_is_not_for_it(stand_in):
+    ours = layer()
+    y = ours(torch.randn(3, 24, device=DEVICE), Topology.from_ids(torch.tensor([[0], [1], [3]], device=DEVICE), 4))
+    for parameter in ours.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    y.square().sum().backward()
+    for parameter in ours.parameters():
+        assert parameter.grad is not None and parameter.grad.any() and not parameter.main_grad.any()
+
+
+def test_main_grad_is_overwritten_where_that_is_asked_for(stand_in):
+    ours = layer()
+    theirs = copy.deepcopy(ours)
+    for parameter in ours.parameters():
+        parameter.main_grad = torch.full_like(parameter, 3.0)
+        parameter.overwrite_main_grad = True
+    topology = Topology.from_ids(torch.tensor([[0, 1], [1, 3], [3, 0]], device=DEVICE), 4)
+    x = torch.randn(3, 24, device=DEVICE)
+    for module in (ours, theirs):
+        module(x, topology).square().sum().backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_frozen_weights_and_no_grad(stand_in):
     experts = layer()
     experts.requires_grad_(False)
@@ -378,10 +412,10 @@ def test_the_layer_is_the_same_module(stand_in):
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
     assert isinstance(ours.router, Router) and "backend='te', precision='fp8_delayed'" in repr(ours)
     memory = ours.experts.execution.memory
-    assert memory
-    modules = memory["te"]
-    ours(x)
-    assert memory["te"] is modules, "modules, which keep the scales, are made once"
+    ((form, modules),) = memory.items()
+    ours.half()(x.half())
+    ours.float()(x)
+    assert memory[form] is modules and len(memory) == 2, "modules, which keep the scales, are made once for each dtype"
     assert not [name for name, _ in ours.named_modules() if "te" in name.split(".")]
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert twin.experts.execution == ours.experts.execution and not twin.experts.execution.memory
@@ -419,7 +453,7 @@ def test_a_patched_model(stand_in, families):
     with torch.no_grad():
         expected = model(**given).logits
         with patch_huggingface(model, backend="te", precision="fp8_current") as handle:
-            assert all("backend te (asked for), precision fp8_current" in line for line in handle.report.splitlines())
+            assert all("backend te (asked for), precision fp8_current, unfused" in line for line in handle.report.splitlines())
             torch.testing.assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-4)
             twin = copy.deepcopy(model)
             torch.testing.assert_close(twin(**given).logits, expected, rtol=1e-4, atol=1e-4)

@@ -60,6 +60,9 @@ class Backend(Protocol):
     def why_not(self, spec: ExpertSpec) -> str | None:
         """Why this backend cannot compute `spec`, or None."""
 
+    def brief(self, spec: ExpertSpec) -> str:
+        """The precision that it computes `spec` in, and how, in a few words."""
+
     def describe(self, spec: ExpertSpec) -> list[str]:
         """What a report should say of how it computes `spec`, line by line."""
 
@@ -104,26 +107,25 @@ def select(spec: ExpertSpec) -> tuple[Backend, str]:
 
     Raises:
         ValueError: an unknown name, or precision "bf16" of other dtypes; TypeError: no floating dtype; NotImplementedError:
-            the named backend cannot, with the reason; for "auto" no backend can.
+            the backend cannot, with the reason.
     """
-    name, precision = spec.execution.backend, spec.execution.precision
-    if spec.execution.is_plain:
-        chosen, reason = choose(check_name(name), spec.device, spec.dtype)
-        return BACKENDS[chosen], reason
+    execution = spec.execution
+    name, precision = check_name(execution.backend), execution.precision
     if precision == "bf16" and spec.dtype != torch.bfloat16:
         raise ValueError(
             f'precision="bf16": the experts compute in {spec.dtype}. Cast the layer, as by .bfloat16(), or use autocast.'
         )
-    if name != "auto":
-        if (obstacle := BACKENDS[name].why_not(spec)) is not None:
-            raise NotImplementedError(f"backend {name!r} {obstacle}.")
-        return BACKENDS[name], "asked for"
-    order = ("triton", "torch", "te") if spec.device.type == "cuda" else ("torch", "triton", "te")
-    obstacles = {one: BACKENDS[one].why_not(spec) for one in order}
-    for one, obstacle in obstacles.items():
-        if obstacle is None:
-            return BACKENDS[one], f"the first that can on {spec.device.type}"
-    raise NotImplementedError(f"no backend can: {'; '.join(f'{one} {reason}' for one, reason in obstacles.items())}.")
+    if name != "te" and not execution.require_fused and precision in (None, *ProductBackend.precisions):
+        chosen, reason = choose(name, spec.device, spec.dtype)
+        if precision == "mxfp8" and (obstacle := BACKENDS[chosen].why_not(spec)) is not None:
+            raise NotImplementedError(f"backend {chosen!r} {obstacle}.")
+        return BACKENDS[chosen], reason
+    if name == "auto":
+        name = "te"  # nobody else has it
+    if (obstacle := BACKENDS[name].why_not(spec)) is not None:
+        raise NotImplementedError(f"backend {name!r} {obstacle}.")
+    asked = execution.backend == name
+    return BACKENDS[name], "asked for" if asked else f"the only one with {'its fused path' if precision is None else precision}"
 
 
 def report(spec: ExpertSpec) -> str:
@@ -131,7 +133,7 @@ def report(spec: ExpertSpec) -> str:
     chosen = None
     try:
         backend, reason = select(spec)
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
         lines = [f"nothing runs here: {error} {describe_versions()}"]
     else:
         chosen = backend.name

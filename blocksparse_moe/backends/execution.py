@@ -21,7 +21,7 @@ class Execution:
     backend: str = "auto"
     precision: str | None = None
     require_fused: bool = False
-    memory: MutableMapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    memory: MutableMapping[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> tuple:
         return Execution, (self.backend, self.precision, self.require_fused)

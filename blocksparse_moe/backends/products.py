@@ -41,8 +41,16 @@ class ProductBackend:
     def describe(self, spec: ExpertSpec) -> list[str]:
         if spec.execution.precision != "mxfp8":
             return []
-        native = self.name == "triton" and spec.device.type == "cuda" and architecture_of(spec.device) // 10 == 10
-        return [_NATIVE if native else _EMULATED]
+        return [_NATIVE if self._is_native(spec) else _EMULATED]
+
+    def brief(self, spec: ExpertSpec) -> str:
+        precision = spec.execution.precision
+        if precision != "mxfp8":
+            return precision or str(spec.dtype).removeprefix("torch.")
+        return f"mxfp8, {'native' if self._is_native(spec) else 'emulated'}"
+
+    def _is_native(self, spec: ExpertSpec) -> bool:
+        return self.name == "triton" and spec.device.type == "cuda" and architecture_of(spec.device) // 10 == 10
 
     def experts(
         self,

@@ -59,6 +59,11 @@ class TransformerEngine:
             return "would run unfused, and require_fused=True was asked for: " + "; ".join(map(str, failing))
         return None
 
+    def brief(self, spec: ExpertSpec) -> str:
+        engine = ask(spec.device)
+        fused = isinstance(engine, Engine) and not _failing(engine, spec)
+        return f"{_precision(spec)}, {'fused' if fused else 'unfused'}"
+
     def describe(self, spec: ExpertSpec) -> list[str]:
         """For a report: the recipe, fused or not and why, and what Transformer Engine cannot do."""
         engine = ask(spec.device)
@@ -71,7 +76,7 @@ class TransformerEngine:
             f"precision {_precision(spec)}: {recipe.name or f'GEMMs in {spec.dtype}'}, rows of each expert padded to "
             f"{FUSED_ALIGNMENT if is_fused else recipe.alignment}"
             + ("" if recipe.proven else "; never run here by this project"),
-            f"{'fused' if is_fused else 'unfused'} grouped MLP; its conditions:",
+            f"{'fused' if is_fused else 'unfused'} grouped MLP; the conditions:",
             *(f"  {condition}" for condition in conditions(engine, _precision(spec), spec)),
         ]
         if is_fused:

@@ -73,7 +73,7 @@ def load() -> ModuleType | str:
         )
     try:
         return import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
+    except Exception as error:  # a package that is not ours may raise anything here
         return (
             f"found Transformer Engine {version}, which cannot be imported beside torch {torch.__version__} "
             f"(CUDA {torch.version.cuda}): {type(error).__name__}: {error}"
@@ -86,6 +86,13 @@ def ask(device: torch.device) -> Engine | str:
     te = load()
     if isinstance(te, str):
         return te
+    try:
+        return _answers(te, device)
+    except Exception as error:  # the same
+        return f"found Transformer Engine {installed()}, which does not answer: {type(error).__name__}: {error}"
+
+
+def _answers(te: ModuleType, device: torch.device) -> Engine:
     with torch.cuda.device(device):
         answers = {name: getattr(te, question)(return_reason=True) for name, question in QUESTIONS.items()}
         return Engine(
@@ -95,10 +102,18 @@ def ask(device: torch.device) -> Engine | str:
             cublaslt=import_module("transformer_engine_torch").get_cublasLt_version(),
             fused_variable=os.environ.get(FUSED_VARIABLE),
             cudnn_frontend=_version("nvidia-cudnn-frontend"),
-            fused_registered=import_module(
-                "transformer_engine.pytorch.ops.fused.grouped_mlp"
-            ).GroupedMLP_CuTeGEMMGLU.is_supported(),
+            fused_registered=_fused_is_supported(),
         )
+
+
+def _fused_is_supported() -> bool:
+    """An internal class, which is not in every release."""
+    try:
+        module = import_module("transformer_engine.pytorch.ops.fused.grouped_mlp")
+    except ImportError:
+        return False
+    fused = getattr(module, "GroupedMLP_CuTeGEMMGLU", None)
+    return fused is not None and fused.is_supported()
 
 
 def _version(distribution: str) -> str | None:

@@ -5,8 +5,11 @@ Transformer Engine turns to its unfused ops without a word where one of them fai
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from blocksparse_moe_kernels import get_activation
 from blocksparse_moe_kernels.versions import release
@@ -35,8 +38,15 @@ class Condition:
         return f"{'holds' if self.holds else 'FAILS'}: {self.needs} ({self.found})"
 
 
+def _determinism() -> tuple[str, bool]:
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms is on", False
+    allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") != "0"
+    return ("they need not" if allowed else "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"), allowed
+
+
 def conditions(engine: Engine, precision: str, spec: ExpertSpec) -> tuple[Condition, ...]:
-    """Everything that the fused grouped MLP needs, in the order in which one would mend it."""
+    """Everything that the fused grouped MLP needs to be used here, in the order in which one would mend it."""
     H, F = spec.hidden_size, spec.columns.widest
     activation = get_activation(spec.activation)
     major, minor = engine.capability
@@ -44,6 +54,7 @@ def conditions(engine: Engine, precision: str, spec: ExpertSpec) -> tuple[Condit
     is_new = frontend is not None and release(frontend) >= release(_FRONTEND)
     return (
         Condition("precision mxfp8", precision, precision == "mxfp8"),
+        Condition("computation in bf16", str(spec.dtype), spec.dtype == torch.bfloat16),
         Condition("compute capability 10.x (Blackwell)", f"{major}.{minor}", major == 10),
         Condition(
             f"{FUSED_VARIABLE}=1 in the environment before Transformer Engine is imported",
@@ -53,6 +64,7 @@ def conditions(engine: Engine, precision: str, spec: ExpertSpec) -> tuple[Condit
         Condition(f"nvidia-cudnn-frontend >= {_FRONTEND}", frontend or "not installed", is_new),
         Condition(f"H and F multiples of {_MULTIPLE}", f"H={H}, F={F}", H % _MULTIPLE == F % _MULTIPLE == 0),
         Condition("plain swiglu with its halves apart", spec.activation, activation == get_activation("swiglu")),
+        Condition("algorithms that need not be deterministic", *_determinism()),
         Condition("no biases", "biases" if spec.bias else "none", not spec.bias),
         Condition(
             "the fused grouped MLP is registered by Transformer Engine",

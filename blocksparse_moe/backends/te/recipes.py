@@ -52,20 +52,30 @@ def why_not(precision: str, engine: Engine, device: str, sizes: tuple[int, ...])
     """
     recipe = RECIPES[precision]
     if recipe.question is not None and (reason := engine.available[recipe.question]) is not None:
-        runs = next(name for name in recipe.nearest if _runs(name, engine))
+        nearest = _nearest(recipe, engine, sizes)
         return (
             f"cannot compute in {precision} on {device} (compute capability {engine.capability[0]}.{engine.capability[1]}): "
-            f'{reason.rstrip(".")}. The nearest that runs here is precision="{runs}"'
+            f"{reason.rstrip('.')}. The nearest that runs here is {_advice(nearest)}"
+            + (", and backend='triton' emulates mxfp8" if precision == "mxfp8" else "")
         )
     odd = sorted({size for size in sizes if size % recipe.size_multiple})
     if odd:
         return (
             f"cannot compute in {precision} with sizes {', '.join(map(str, odd))}: H and F must be multiples of "
-            f'{recipe.size_multiple}. precision="bf16" takes any'
+            f"{recipe.size_multiple}. The nearest that takes them is {_advice(_nearest(recipe, engine, sizes))}"
         )
     return None
 
 
-def _runs(precision: str, engine: Engine) -> bool:
-    question = RECIPES[precision].question
-    return question is None or engine.available[question] is None
+def _nearest(recipe: Recipe, engine: Engine, sizes: tuple[int, ...]) -> str:
+    return next(name for name in recipe.nearest if _runs(name, engine, sizes))
+
+
+def _runs(precision: str, engine: Engine, sizes: tuple[int, ...]) -> bool:
+    recipe = RECIPES[precision]
+    available = recipe.question is None or engine.available[recipe.question] is None
+    return available and not any(size % recipe.size_multiple for size in sizes)
+
+
+def _advice(precision: str) -> str:
+    return "the dtype of the weights: leave precision out" if precision == "bf16" else f'precision="{precision}"'

@@ -54,7 +54,7 @@ def experts(
             if not modules.ran_fused:
                 raise RuntimeError(
                     f"backend 'te': Transformer Engine took {', '.join(modules.ran)} in place of the fused grouped MLP, though "
-                    "all its conditions hold; backend_report() lists them."
+                    "all conditions hold (backend_report() lists them). Unset NVTE_CUTEDSL_FUSED_GROUPED_MLP to run unfused."
                 )
         else:
             up_bias = None if weights.up_proj_bias is None else weights.up_proj_bias.to(spec.dtype)
@@ -68,13 +68,13 @@ def experts(
     return y.to(out_dtype)
 
 
-def _remembered(memory: MutableMapping[str, Any], form: Form, kind: type[Modules] | type[FusedModules]) -> Any:
-    modules = memory.get("te")
-    if type(modules) is not kind or modules.form != form:
+def _remembered(memory: MutableMapping[Any, Any], form: Form, kind: type[Modules] | type[FusedModules]) -> Any:
+    key = (kind, form)
+    if key not in memory:
         te = load()
         assert not isinstance(te, str)  # `why_not` has asked
-        modules = memory["te"] = kind(te, form)
-    return modules
+        memory[key] = kind(te, form)
+    return memory[key]
 
 
 def _row_weights(routing_weights: Tensor | None, padded: PaddedRows, kernels: Any) -> Tensor:
@@ -103,8 +103,14 @@ def _check(x: Tensor, topology: Topology, routing_weights: Tensor | None, weight
     E, H, F = topology.num_experts, spec.hidden_size, spec.columns.widest
     halves = get_activation(spec.activation).halves
     check_shape("backend te", "x", x, ((topology.num_tokens, H),))
+    of_bias = (("up_proj_bias", weights.up_proj_bias, halves * F), ("down_proj_bias", weights.down_proj_bias, H))
+    for name, bias, width in of_bias:
+        if bias is not None:
+            check_shape("backend te", name, bias, ((E, width),))
     for name, weight, shape in (("up_proj", weights.up_proj, (E, halves * F, H)), ("down_proj", weights.down_proj, (E, H, F))):
         check_shape("backend te", name, weight, (shape,))
+        if (main_grad := getattr(weight, "main_grad", None)) is not None:
+            check_shape("backend te", f"main_grad of {name}", main_grad, (shape,))
         if not weight.is_contiguous():
             raise NotImplementedError(
                 f"backend 'te': {name} {list(weight.shape)} has strides {weight.stride()}; Transformer Engine takes each "

@@ -15,13 +15,15 @@ def views_of(stacked: Tensor, parameter: Tensor) -> tuple[Tensor, ...]:
     Args:
         stacked: what is multiplied: the parameter, or a copy of it in another dtype.
         parameter: whose `main_grad`, if it has one, the weight gradients are to be added to. Megatron's convention: a buffer
-            of the parameter's shape, and `grad_added_to_main_grad` to be set where that attribute exists.
+            of the parameter's shape, and `grad_added_to_main_grad` to be set where that attribute exists. With
+            `overwrite_main_grad` it is overwritten.
     """
     views = _Views.apply(stacked, parameter)
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         for view, part in zip(views, main_grad.unbind(), strict=True):
             view.main_grad = part
+            view.overwrite_main_grad = getattr(parameter, "overwrite_main_grad", False)
     return views
 
 
@@ -35,13 +37,13 @@ class _Views(Function):
     def forward(ctx: Any, stacked: Tensor, parameter: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.shape = stacked.shape
-        ctx.parameter = parameter
+        ctx.parameter = parameter if accumulates(parameter) else None  # as the module was told
         return stacked.unbind()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         parameter, ctx.parameter = ctx.parameter, None
-        if not accumulates(parameter):
+        if parameter is None:
             return stacked_grads(grads, ctx.shape), None
         if not hasattr(parameter, "grad_added_to_main_grad"):
             return None, None

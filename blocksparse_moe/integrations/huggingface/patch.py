@@ -197,10 +197,15 @@ def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, wei
         return f"{chosen} ({reason})"
     if activation is None:
         raise UnsupportedModelError(f"patch_huggingface: {type(module).__name__}: {why_not_executed(execution)}.")
-    if adapter is not None:  # what its weights look like shows when it runs
-        return f"{execution.backend}, precision {execution.precision}"
-    backend, reason = select(spec_of(ExpertWeights.of(module), activation, execution))
-    return f"{backend.name} ({reason}), precision {execution.precision}"
+    if adapter is None:
+        spec = spec_of(ExpertWeights.of(module), activation, execution)
+    else:  # how its weights lie shows when it runs; sizes that suit everybody stand in for its own
+        spec = spec_of(ExpertWeights(*(weight.new_empty(1, 64, 64) for _ in range(2))), "silu", execution)
+    try:
+        backend, reason = select(spec)
+    except ValueError as error:
+        return f"none but under autocast ({error})"
+    return f"{backend.name} ({reason}), precision {backend.brief(spec)}"
 
 
 def unpatch_huggingface(model: nn.Module) -> None:
