@@ -72,9 +72,9 @@ class MXFP8:
         return MXFP8(self.codes.mT, self.scales.mT, -3 - self.axis, self.dtype, self.topology)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers, exactly wherever `dtype` (that of what was quantised, unless given) can hold them: fp32 can, but for some
-        below 2^-126 and, above 3.4e38, what large numbers and infinities are rounded to, which becomes infinite. Rows that a
-        topology has dropped are zero."""
+        """The numbers, exactly wherever `dtype` (that of what was quantised, unless given) can hold them: fp32 can, but for
+        some below 2^-126 and, above 3.4e38, what large numbers and infinities are rounded to, which becomes infinite. Rows that
+        a topology has dropped are zero."""
         dtype = self.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
         factors = scale_values(self.scales).to(wide)
