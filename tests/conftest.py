@@ -130,6 +130,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if wanted := config.getoption("--case"):
         _keep_cases(config, items, wanted)
+    # The longest of those at the end go first, or one worker runs them while the other has nothing left.
+    items.sort(key=lambda item: item.path.name != "test_examples.py")
     if not HAS_CUDA:
         skip = pytest.mark.skip(reason=f"needs a CUDA GPU; torch {torch.__version__} sees none")
         for item in items:

@@ -62,7 +62,8 @@ class TransformerEngine:
     def brief(self, spec: ExpertSpec) -> str:
         engine = ask(spec.device)
         fused = isinstance(engine, Engine) and not _failing(engine, spec)
-        return f"{_precision(spec)}, {'fused' if fused else 'unfused'}"
+        precision = spec.execution.precision or str(spec.dtype).removeprefix("torch.")
+        return f"{precision}, {'fused' if fused else 'unfused'}"
 
     def describe(self, spec: ExpertSpec) -> list[str]:
         """For a report: the recipe, fused or not and why, and what Transformer Engine cannot do."""

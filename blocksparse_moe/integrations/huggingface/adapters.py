@@ -50,6 +50,12 @@ class Adapter:
                 )
         return None
 
+    def replaced(self, module: nn.Module) -> str | None:
+        """Whose forward, the module's or that of a part which holds weights, is not transformers' own; None for nobody's."""
+        if not _is_transformers_own(module):
+            return f"this {type(module).__name__}"
+        return next((f"its {name}" for name in self.holders if not _is_transformers_own(attrgetter(name)(module))), None)
+
     def weight_of(self, module: nn.Module) -> Tensor:
         return attrgetter(self.up)(module)
 
@@ -60,6 +66,15 @@ class Adapter:
         """[M, 2I] -> [M, I]: the module's own gate, or one around its function."""
         function = self.function_of(module)
         return None if function is None else getattr(module, "_apply_gate", None) or gate_around(function)
+
+
+def _is_transformers_own(module: nn.Module) -> bool:
+    """Whether a module's forward is one of its class as transformers, or torch, has it; its own instance may hold ours, or
+    accelerate's hook."""
+    forward = getattr(type(module).forward, "__module__", "")
+    replaced = module.__dict__.get("forward")
+    is_known = replaced is None or "_hf_hook" in module.__dict__ or "_blocksparse_patches" in module.__dict__
+    return is_known and forward.startswith(("transformers.", "torch."))
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:

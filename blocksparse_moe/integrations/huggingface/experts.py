@@ -92,6 +92,17 @@ def why_not(module: Any) -> str | None:
     return None
 
 
+def dispatches(module: Any) -> bool:
+    """Whether the module's forward is the one that the decorator made, perhaps with accelerate's hook over it: not that of a
+    derived class, nor one that was put on the class or on the instance."""
+    from transformers.integrations import moe
+
+    if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:
+        return False
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and code.co_filename == moe.__file__
+
+
 @constant_when_compiled
 def _unknown_flags() -> tuple[tuple[str, object], ...]:
     """Flags of the installed experts interface that this version does not know, with their defaults. No dict: Dynamo cannot go

@@ -26,6 +26,7 @@ from .experts import (
     ExpertWeights,
     UnsupportedModelError,
     default_activation,
+    dispatches,
     experts_forward,
     function_name,
     gate_facts,
@@ -80,8 +81,17 @@ class _Patch:
     facts: tuple
     config: Any
 
+    def __reduce__(self) -> tuple:
+        """A model that is unpickled in another process finds the name registered."""
+        return _unpickled, (self.execution, self.activation, self.facts, self.config)
+
     def computes_like(self, other: _Patch) -> bool:
         return (self.execution, self.activation, self.facts) == (other.execution, other.activation, other.facts)
+
+
+def _unpickled(*fields: Any) -> _Patch:
+    register_huggingface()
+    return _Patch(*fields)
 
 
 class PatchHandle:
@@ -107,6 +117,9 @@ class PatchHandle:
     def report(self) -> str:
         """Every MoE layer: what runs, and why; for people."""
         return "\n".join(str(layer) for layer in (*self.layers, *self.skipped))
+
+    def __repr__(self) -> str:
+        return f"PatchHandle\n{self.report}"
 
     def restore(self) -> None:
         """Undo the patch, and those made over it since. Does nothing where that has happened already."""
@@ -235,13 +248,21 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def why_not_patched(module: Any) -> str | None:
     """Why `patch_huggingface` cannot compute a module; None when it can."""
     if (adapter := adapter_of(module)) is None:
-        return why_not(module)
-    if "forward" in module.__dict__ and not _patches(module):
-        return f"the forward of this {type(module).__name__} was replaced by something else; patch the model before that"
+        if (reason := why_not(module)) is None and not dispatches(module):
+            reason = _replaced(f"this {type(module).__name__}")
+        return reason
     if (reason := adapter.why_not(module)) is not None:
         return reason
+    if (whose := adapter.replaced(module)) is not None:
+        return _replaced(whose)
     weight = adapter.weight_of(module)
     return None if weight.dtype in DTYPES else f"its weights are {weight.dtype}, a quantised format"
+
+
+def _replaced(whose: str) -> str:
+    return (
+        f"the forward of {whose} was replaced by something else, which would run no more or never reach ours; patch before that"
+    )
 
 
 def _proven_activation(module: Any, adapter: Adapter | None) -> str | None:
