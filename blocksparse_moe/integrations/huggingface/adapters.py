@@ -18,7 +18,7 @@ from blocksparse_moe_kernels import BlockSparse, Columns, Topology
 
 from ...backends.execution import Execution
 from ...ops import combine, dsd, sdd
-from .experts import ExpertWeights, compute
+from .experts import ExpertWeights, compute, is_theirs
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _is_transformers_own(module: nn.Module) -> bool:
     accelerate's hook."""
     forward = getattr(type(module).forward, "__module__", "")
     replaced = module.__dict__.get("forward")
-    is_known = replaced is None or "_hf_hook" in module.__dict__ or "_blocksparse_patches" in module.__dict__
+    is_known = is_theirs(replaced) or "_hf_hook" in module.__dict__ or "_blocksparse_patches" in module.__dict__
     return is_known and forward.startswith(("transformers.", "torch."))
 
 

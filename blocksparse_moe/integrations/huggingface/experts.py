@@ -92,12 +92,17 @@ def why_not(module: Any) -> str | None:
     return None
 
 
+def is_theirs(forward: Any) -> bool:
+    """Whether a forward that was put on an instance is none, or of transformers, accelerate or torch."""
+    return forward is None or str(getattr(forward, "__module__", "")).startswith(("transformers.", "accelerate.", "torch."))
+
+
 def dispatches(module: Any) -> bool:
-    """Whether the module's forward is the one that the decorator made, perhaps with accelerate's hook over it: not that of a
-    derived class, nor one that was put on the class or on the instance."""
+    """Whether the module's forward is the one that the decorator made, perhaps with one of accelerate's or of transformers' own
+    plans over it: not that of a derived class, nor one that somebody else put on the class or on the instance."""
     from transformers.integrations import moe
 
-    if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:
+    if not is_theirs(module.__dict__.get("forward")) and "_hf_hook" not in module.__dict__:
         return False
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and code.co_filename == moe.__file__
