@@ -52,7 +52,7 @@ class Adapter:
 
     def replaced(self, module: nn.Module) -> str | None:
         """Whose forward, the module's or that of a part which holds weights, is not transformers' own; None for nobody's."""
-        if not _is_transformers_own(module):
+        if ("forward" in module.__dict__ and "_blocksparse_patches" not in module.__dict__) or not _is_transformers_own(module):
             return f"this {type(module).__name__}"
         return next((f"its {name}" for name in self.holders if not _is_transformers_own(attrgetter(name)(module))), None)
 
