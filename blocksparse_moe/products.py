@@ -56,6 +56,7 @@ def unknown(name: str) -> str:
     return "is not known; choose one of auto, triton, torch"
 
 
+@constant_when_compiled
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why implementation `name` cannot multiply tensors of `dtype` on `device`; None when it can."""
     if name == "torch":

@@ -76,19 +76,35 @@ def assert_same_step(ours: dict[str, Tensor | None], others: dict[str, Tensor | 
         assert (error := difference(value, other, noise)) <= tolerance, f"{name}: relative difference {error:.2e}"
 
 
-def assert_as_exact_as_eager(
-    model: nn.Module, given: dict[str, Any], ours: dict[str, Tensor | None], eagers: dict[str, Tensor | None]
+def assert_agrees_with_eager(
+    model: nn.Module,
+    name: str,
+    given: dict[str, Any],
+    ours: dict[str, Tensor | None],
+    eagers: dict[str, Tensor | None],
+    others: Callable[[nn.Module], AbstractContextManager],
 ) -> None:
-    """Every tensor is as near to eager's as others must be, or no further from fp64 than four times eager's worst one.
+    """`ours`, of a step inside `others(model)`, are eager's to fp32's precision.
 
-    How far a single one is from fp64 is chance: with another number of threads eager's change by a factor of fifty.
+    Where gradients are small differences of sums, whose rounding depends on the processor and the number of threads, fp32 says
+    nothing: they agree in fp64, a billion times as closely.
     """
-    exact = step(copy.deepcopy(model).double(), given)
-    worst = max(difference(value.double(), exact[name]) for name, value in eagers.items() if value is not None)
-    for name, value in ours.items():
-        if value is not None and difference(value, eagers[name]) > 1e-5:
-            error = difference(value.double(), exact[name])
-            assert error <= 4 * worst, f"{name}: {error:.2e} from fp64, eager's worst {worst:.2e}"
+    if name in ILL_CONDITIONED:
+        exact = copy.deepcopy(model).double()
+        expected = step(exact, given)
+        with others(exact):
+            assert_same_step(step(exact, given), expected, tolerance=1e-12)
+        ours, eagers = ({key: value for key, value in results.items() if not _cancels(key)} for results in (ours, eagers))
+    assert_same_step(ours, eagers)
+
+
+ILL_CONDITIONED = {"deepseek_v4", "hy_v4", "hy_v4_vl"}
+"""A norm follows their hyper-connections, so that most of these parameters' gradients cancels: eager's change by 1e-4 with the
+number of threads."""
+
+
+def _cancels(parameter: str) -> bool:
+    return "hc_head." in parameter or "_hc." in parameter
 
 
 # -------------------------------------------------------------------- the bed
@@ -141,8 +157,9 @@ def test_plain_experts_agree_with_eager(name, model):
 
     expected = step(model, given)
     with computed_by(model, counted):
-        assert_same_step(step(model, given), expected)
+        others = step(model, given)
     assert set(reached) == set(experts.values())
+    assert_agrees_with_eager(model, name, given, others, expected, partial(computed_by, function=plain))
     assert len(experts) == FAMILIES[name].layers
     for path, module in experts.items():
         for parameter, _ in module.named_parameters():
@@ -291,10 +308,6 @@ def test_plain_experts_agree_alone(name, model):
 # -------------------------------------------------------------------- this package
 
 
-ILL_CONDITIONED = {"deepseek_v4", "hy_v4", "hy_v4_vl"}
-"""Their hyper-connections' gradients are small differences of sums: eager's own are 1e-4 to 1e-3 away from fp64."""
-
-
 @pytest.mark.case("Q2")
 @pytest.mark.parametrize("name", slow_but_for(QUICK, FAMILIES))
 def test_patched_experts_agree_with_eager(name, model, monkeypatch):
@@ -309,13 +322,11 @@ def test_patched_experts_agree_with_eager(name, model, monkeypatch):
     with patch_huggingface(model, backend="torch") as handle:
         assert len(handle.layers) == len(experts)
         ours = step(model, given)
-    if name in ILL_CONDITIONED:
-        assert_as_exact_as_eager(model, given, ours, expected)
-    else:
-        assert_same_step(ours, expected)
     assert len(sorted_rows) == eager_calls, "each call of experts is one of this package"
+    assert_agrees_with_eager(model, name, given, ours, expected, partial(patch_huggingface, backend="torch"))
+    sorted_rows.clear()
     assert_same_step(step(model, given), expected)
-    assert len(sorted_rows) == eager_calls, "a restored model is as it was"
+    assert not sorted_rows, "a restored model is as it was"
 
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, DECORATED))

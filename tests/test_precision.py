@@ -62,9 +62,10 @@ def test_where_it_is_native(monkeypatch, capability):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("precision", ["mxfp8", "bf16"])
-def test_compiled_in_a_precision(precision):
-    layer = dMoE(CONFIG, device=DEVICE, dtype=torch.bfloat16, precision=precision)
+def test_compiled_in_a_precision(precision, backend):
+    layer = dMoE(CONFIG, device=DEVICE, dtype=torch.bfloat16, precision=precision, backend=backend)
     x = torch.randn(7, 64, device=DEVICE, dtype=torch.bfloat16)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), layer(x))

@@ -238,7 +238,9 @@ def test_autocast_and_checkpointing():
 
 
 def test_codes_of_mxfp8_are_those_of_transformer_engine():
-    """Quantising runs on any device, multiplying does not. Both of its copies, of numbers with zeros and outliers."""
+    """Both of its copies, of numbers with zeros and outliers. Never run: no device of 10.0 was at hand."""
+    if te_engine.ask(DEVICE).capability < (10, 0):
+        pytest.skip("Transformer Engine's kernel that quantises is empty below compute capability 10.0, and writes nothing")
     te = te_engine.load()
     torch.manual_seed(0)
     x = torch.randn(256, 384, device=DEVICE) * torch.exp(3 * torch.randn(256, 1, device=DEVICE))
