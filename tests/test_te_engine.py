@@ -270,8 +270,8 @@ def codes_of_weights(x: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("codes_of", [codes_of_weights, codes_of_activations])
 def test_codes_of_mxfp8_are_those_of_transformer_engine(codes_of):
-    """Both copies, of numbers of every size, with zeros, subnormals and outliers."""
-    x = torch.randn(256, 384, device=DEVICE) * torch.exp2(torch.randint(-126, 120, (256, 1), device=DEVICE))
+    """Both copies, of numbers of every size but the least (docs/low-precision.md), with zeros and outliers."""
+    x = torch.randn(256, 384, device=DEVICE) * torch.exp2(torch.randint(-110, 120, (256, 1), device=DEVICE))
     x[:32, :32] = 0
     x[64, 5] = 1e38
     x = x.bfloat16()
