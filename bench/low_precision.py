@@ -9,6 +9,8 @@ from torch import Tensor
 
 from blocksparse_moe.backends import ExpertSpec, ExpertWeights, select
 from blocksparse_moe.backends.execution import Execution
+from blocksparse_moe.mxfp8 import mxfp8_expert_mlp, quantize_experts
+from blocksparse_moe.products import choose
 from blocksparse_moe_kernels import Columns, Topology
 
 from .inputs import Case
@@ -26,9 +28,9 @@ WAYS = (
 
 
 def low_precision(case: Case, choice: Choice) -> list[Task]:
-    """The experts through autograd by every backend and precision that runs here, as `expert_mlp`; also each one's error."""
+    """The experts by every backend and precision that runs here, as `expert_mlp`; weights in MXFP8; also each one's error."""
     left_out = {}
-    layers = []
+    layers = [_kept_weights(case)]
     for execution in ways():
         try:
             layers.append(_layer(case, execution))
@@ -45,6 +47,17 @@ def ways() -> Iterator[Execution]:
 
 def name_of(execution: Execution) -> str:
     return " ".join(("blocksparse", execution.backend, *([execution.precision] if execution.precision else [])))
+
+
+def _kept_weights(case: Case) -> Layer:
+    x, weights, up_proj, down_proj = leaves = case.leaves()
+    experts = quantize_experts(up_proj, down_proj)
+
+    def forward() -> Tensor:
+        return mxfp8_expert_mlp(x, Topology.from_ids(case.expert_ids, case.shape.E), experts, weights)
+
+    name = f"blocksparse {choose('auto', case.device, case.dtype)[0]}, weights in mxfp8"
+    return Layer(name, "ours", leaves, forward, inference_only=True, tolerance=TOLERANCE["mxfp8"])
 
 
 def _layer(case: Case, execution: Execution) -> Layer:

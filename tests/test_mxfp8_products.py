@@ -14,6 +14,7 @@ from blocksparse_moe.products import mxfp8_launchers
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
 from blocksparse_moe_kernels.config import GemmConfig
 from blocksparse_moe_kernels.mxfp8 import MXFP8, quantize, quantize_columns
+from blocksparse_moe_kernels.triton.mxfp8_rows import as_words
 
 from .support import (
     DEVICE,
@@ -117,6 +118,25 @@ def test_dsd(backend, dtype, data):
 
     wide = torch.promote_types(dtype, torch.float32)
     assert_within_budget("y", ours[:kept], expected(torch.float64), expected(wide).to(dtype), dtype, width**0.5)
+
+
+@pytest.mark.parametrize("offset", [0, 4, 1], ids=lambda offset: f"{offset} bytes off")
+def test_every_code_and_scale_in_a_product(offset):
+    """One number to a row, so that a sum is exact. Four codes are loaded together where memory allows: at offsets 0 and 4."""
+    positions = torch.arange(256, device=DEVICE) % 36
+    memory = torch.zeros(256 * 36 + 4, dtype=torch.uint8, device=DEVICE)
+    codes = memory[offset:][: 256 * 36].view(1, 256, 36)
+    codes[0, torch.arange(256, device=DEVICE), positions] = torch.arange(256, device=DEVICE, dtype=torch.uint8)
+    assert (as_words(codes) is None) == (offset == 1)
+    topology, x = Topology.from_ids(torch.zeros(3, 1, dtype=torch.long, device=DEVICE), 1), torch.tensor([[1], [2], [-1]])
+    x = x.to(DEVICE, torch.bfloat16).expand(3, 36)
+    for scale in (20, 126, 127, 134, 135, 200, 247, 254, 255):
+        scales = torch.full((1, 256, 2), scale, dtype=torch.uint8, device=DEVICE)
+        weight = MXFP8(codes.view(torch.float8_e4m3fn), scales, -1, torch.bfloat16)
+        ours = mxfp8_launchers("triton").sdd(x, weight, topology, config=SMALL_TILE).values
+        exact = x[:, :1].double() * weight.dequantize(torch.float64)[0][torch.arange(256, device=DEVICE), positions]
+        assert torch.equal(ours.nan_to_num(7), exact.to(torch.bfloat16).nan_to_num(7)), scale
+        assert torch.equal(ours.isnan(), exact.isnan()), scale
 
 
 @each_backend_and_dtype_slowly

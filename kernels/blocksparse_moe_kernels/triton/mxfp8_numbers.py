@@ -45,14 +45,12 @@ def inverse_factor(scale):
 @triton.jit
 def block_factor(scale, dtype: tl.constexpr):
     """2^(scale - 127) in fp32 or bf16; NaN of 255."""
+    bits = scale.to(tl.int32)
+    bits = tl.where(bits == 255, 0x7FC0, tl.maximum(bits << 7, 1 << 6))
     if dtype == tl.bfloat16:
-        bits = scale.to(tl.int16)
-        bits = tl.where(bits == 0, 1 << 6, tl.where(bits == 255, 0x7FC0, bits << 7))
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        bits = scale.to(tl.int32)
-        bits = tl.where(bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23))
-        return bits.to(tl.float32, bitcast=True)
+        return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -99,6 +97,58 @@ def dequantized(codes, scales, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def decode_words(words, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """int32 words of four codes, the first in the lowest byte -> the four numbers of each, in fp32 or bf16."""
+    if HARDWARE and dtype == tl.bfloat16:
+        # As `decode`, but two at a time: the compiler would take the bytes apart one by one.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, h0, h1, h2, h3;
+            .reg .b32 pair0, pair1;
+            .reg .f32 f0, f1, f2, f3;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 pair0, low;
+            cvt.rn.f16x2.e4m3x2 pair1, high;
+            mov.b32 {h0, h1}, pair0;
+            mov.b32 {h2, h3}, pair1;
+            cvt.f32.f16 f0, h0;
+            cvt.f32.f16 f1, h1;
+            cvt.f32.f16 f2, h2;
+            cvt.f32.f16 f3, h3;
+            cvt.rn.bf16x2.f32 pair0, f1, f0;
+            cvt.rn.bf16x2.f32 pair1, f3, f2;
+            mov.b32 {$0, $1}, pair0;
+            mov.b32 {$2, $3}, pair1;
+            }""",
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (
+            decode((words & 0xFF).to(tl.uint8), dtype, HARDWARE),
+            decode(((words >> 8) & 0xFF).to(tl.uint8), dtype, HARDWARE),
+            decode(((words >> 16) & 0xFF).to(tl.uint8), dtype, HARDWARE),
+            decode(((words >> 24) & 0xFF).to(tl.uint8), dtype, HARDWARE),
+        )
+
+
+@triton.jit
+def dequantized_words(words, scales, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """words [R, K / 4] of four codes, scales [R, K / 32] -> two of [R, K / 2]: the first two numbers of each word, the others.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    BLOCKS: tl.constexpr = scales.shape[1]
+    HALF: tl.constexpr = BLOCKS * BLOCK // 2
+    n0, n1, n2, n3 = decode_words(words, dtype, HARDWARE)
+    factor = block_factor(scales, dtype)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BLOCKS, BLOCK // 2)), (ROWS, HALF))
+    return tl.reshape(tl.join(n0, n1), (ROWS, HALF)) * factor, tl.reshape(tl.join(n2, n3), (ROWS, HALF)) * factor
+
+
+@triton.jit
 def dot_mxfp8(a, a_scales, b, b_scales, acc, HARDWARE: tl.constexpr):
     """acc + a @ b: codes [M, K] and [K, N], scales [M, K / 32] and [N, K / 32].
 
@@ -111,3 +161,19 @@ def dot_mxfp8(a, a_scales, b, b_scales, acc, HARDWARE: tl.constexpr):
         a = dequantized(a, a_scales, wide, HARDWARE)
         b = dequantized(b.T, b_scales, wide, HARDWARE).T
         return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def dot_words(words, scales, x, acc, HARDWARE: tl.constexpr):
+    """acc + a @ x: a [M, K] in words of four codes [M, K / 4] and scales [M, K / 32]; x [K, N] in high precision.
+
+    Words are taken apart in registers two codes at a time. A sum does not mind its order: of each four along K, the first two
+    are multiplied in one product, and the others in another.
+    """
+    wide: tl.constexpr = tl.float32 if INTERPRETED else x.dtype
+    N: tl.constexpr = x.shape[1]
+    HALF: tl.constexpr = x.shape[0] // 2
+    a_first, a_second = dequantized_words(words, scales, wide, HARDWARE)
+    first, second = tl.split(tl.permute(tl.reshape(x.T.to(wide), (N, HALF // 2, 2, 2)), (0, 1, 3, 2)))
+    acc = tl.dot(a_first, tl.reshape(first, (N, HALF)).T, acc, input_precision="ieee")
+    return tl.dot(a_second, tl.reshape(second, (N, HALF)).T, acc, input_precision="ieee")

@@ -26,7 +26,7 @@ from ..reference import Order
 from ..topology import Topology
 from .activation_functions import activation_value, constants
 from .launcher import launch
-from .mxfp8_numbers import BLOCK, NEUTRAL, dequantized, dot_mxfp8, has_instructions
+from .mxfp8_numbers import BLOCK, NEUTRAL, dequantized, dot_mxfp8, dot_words, has_instructions
 from .sdd import gate_and_up
 from .tiles import INTERPRETED, along, dot, fp32_precision, grouped_order, row_tile, wrapped
 
@@ -40,7 +40,7 @@ def _mxfp8_rows_kernel(
     num_tiles, K, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     HALVES: tl.constexpr, GATHER: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
-    QUANTIZED: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
+    QUANTIZED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
     FUNCTION: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, GATE_LIMIT: tl.constexpr, UP_LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,9 @@ def _mxfp8_rows_kernel(
     if GATHER:
         rows = tl.load(Tokens + rows)
     x_ptrs = X + along(rows, stride_xr)[None, :] + along(offs_k, stride_xk)[:, None]
-    w_ptrs = W + expert.to(tl.int64) * stride_we + along(column, stride_wn)[:, None] + along(offs_k, stride_wk)[None, :]
+    PER_LOAD: tl.constexpr = 4 if WORDS else 1
+    offs_w = tl.arange(0, BLOCK_K // PER_LOAD)
+    w_ptrs = W + expert.to(tl.int64) * stride_we + along(column, stride_wn)[:, None] + along(offs_w, stride_wk)[None, :]
     ws_ptrs = (
         WScales + expert.to(tl.int64) * stride_wse + along(column, stride_wsn)[:, None] + along(offs_s, stride_wsk)[None, :]
     )
@@ -77,7 +79,7 @@ def _mxfp8_rows_kernel(
             mask_k = offs_k < K - k
             mask_s = offs_s < tl.cdiv(K - k, BLOCK)
             x = tl.load(x_ptrs, mask=mask_k[:, None], other=0)
-            w = tl.load(w_ptrs, mask=mask_k[None, :], other=0)
+            w = tl.load(w_ptrs, mask=(offs_w < (K - k) // PER_LOAD)[None, :], other=0)
             w_scales = tl.load(ws_ptrs, mask=mask_s[None, :], other=NEUTRAL)
         if QUANTIZED:
             if EVEN_K:
@@ -86,6 +88,8 @@ def _mxfp8_rows_kernel(
                 x_scales = tl.load(xs_ptrs, mask=mask_s[None, :], other=NEUTRAL)
             acc = dot_mxfp8(w, w_scales, x, x_scales, acc, HARDWARE)
             xs_ptrs += tl.cast(stride_xsk, tl.int64) * (BLOCK_K // BLOCK)
+        elif WORDS:
+            acc = dot_words(w, w_scales, x, acc, HARDWARE)
         elif X.dtype.element_ty == tl.bfloat16 and not INTERPRETED:
             acc = tl.dot(dequantized(w, w_scales, tl.bfloat16, HARDWARE), x, acc)
         else:
@@ -93,7 +97,7 @@ def _mxfp8_rows_kernel(
             precision: tl.constexpr = "tf32" if X.dtype.element_ty == tl.float16 and not INTERPRETED else PRECISION
             acc = dot(dequantized(w, w_scales, tl.float32, HARDWARE), x.to(tl.float32), acc, zero, precision)
         x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
-        w_ptrs += tl.cast(stride_wk, tl.int64) * BLOCK_K
+        w_ptrs += tl.cast(stride_wk, tl.int64) * (BLOCK_K // PER_LOAD)
         ws_ptrs += tl.cast(stride_wsk, tl.int64) * (BLOCK_K // BLOCK)
 
     acc = acc.T
@@ -234,16 +238,26 @@ def _launch(
     block_n = config.block_n // halves
     schedule = topology.schedule(config.block_m)
     numbers, scales = (x.codes.view(torch.uint8), x.scales) if isinstance(x, MXFP8) else (x, None)
+    words = None if quantized or x.dtype != torch.bfloat16 else as_words(w.codes)
+    codes = w.codes.view(torch.uint8) if words is None else words
     scale_strides = (0, 0) if scales is None else scales.stride()
     bias_strides = (0, 0) if bias is None else bias.stride()
     launch(
         _mxfp8_rows_kernel, x.device, (schedule.capacity * ceil_div(width // halves, block_n),),
-        numbers, scales, w.codes.view(torch.uint8), w.scales, bias, pre, act,
+        numbers, scales, codes, w.scales, bias, pre, act,
         topology.tokens, schedule.tiles, topology.offsets,
-        *numbers.stride(), *scale_strides, *w.codes.stride(), *w.scales.stride(), *bias_strides,
+        *numbers.stride(), *scale_strides, *codes.stride(), *w.scales.stride(), *bias_strides,
         schedule.capacity, size, width // halves,
         BLOCK_M=config.block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8, HALVES=halves,
         GATHER=order == "tokens", EVEN_K=size % config.block_k == 0, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None,
-        QUANTIZED=quantized, HARDWARE=has_instructions(x.device), PRECISION=fp32_precision(), **constants(activation),
+        QUANTIZED=quantized, WORDS=words is not None, HARDWARE=has_instructions(x.device), PRECISION=fp32_precision(),
+        **constants(activation),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+
+
+def as_words(codes: Tensor) -> Tensor | None:
+    """Codes [E, N, K] as int32 [E, N, K / 4], of four along K each; None where memory does not have those together, aligned."""
+    *outer, along_k = codes.stride()
+    aligned = along_k == 1 and codes.shape[2] % 4 == 0 and not any(stride % 4 for stride in (*outer, codes.data_ptr()))
+    return codes.view(torch.int32) if aligned else None
