@@ -12,9 +12,9 @@ from blocksparse_moe import expert_mlp
 from blocksparse_moe.mxfp8 import mxfp8_expert_mlp, quantize_experts
 from blocksparse_moe.products import mxfp8_launchers
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
-from blocksparse_moe_kernels.config import GemmConfig
+from blocksparse_moe_kernels.config import GemmConfig, architecture_of, ceil_div
 from blocksparse_moe_kernels.mxfp8 import MXFP8, quantize, quantize_columns
-from blocksparse_moe_kernels.triton.mxfp8_rows import as_words
+from blocksparse_moe_kernels.triton.mxfp8_rows import as_words, row_product_tile
 
 from .support import (
     DEVICE,
@@ -45,7 +45,8 @@ def operand(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[MXFP8 | Ten
 
 
 def options(data, backend: str) -> dict:
-    return {"config": SMALL_TILE} if backend == "triton" and data.draw(st.booleans()) else {}
+    config = data.draw(st.sampled_from([None, SMALL_TILE, SMALL_TILE_OF_WORDS])) if backend == "triton" else None
+    return {} if config is None else {"config": config}
 
 
 @each_backend_and_dtype_slowly
@@ -120,21 +121,35 @@ def test_dsd(backend, dtype, data):
     assert_within_budget("y", ours[:kept], expected(torch.float64), expected(wide).to(dtype), dtype, width**0.5)
 
 
+SMALL_TILE_OF_WORDS = GemmConfig(16, 32, 64, 4, 2)
+
+
+def weight_only_tiles() -> list[GemmConfig]:
+    """Those that this GPU selects, and small ones."""
+    small = [SMALL_TILE_OF_WORDS, GemmConfig(32, 64, 64, 4, 2), SMALL_TILE]
+    if not HAS_CUDA:
+        return small
+    heights, architecture = (16, 32, 64, 128), architecture_of(DEVICE)
+    tiles = [row_product_tile(height, False, architecture, narrow) for height in heights for narrow in (False, True)]
+    return list(dict.fromkeys(tiles + small))
+
+
 @pytest.mark.parametrize("offset", [0, 4, 1], ids=lambda offset: f"{offset} bytes off")
-def test_every_code_and_scale_in_a_product(offset):
+@pytest.mark.parametrize("config", weight_only_tiles(), ids=repr)
+def test_every_code_and_scale_in_a_product(config, offset):
     """One number to a row, so that a sum is exact. Four codes are loaded together where memory allows: at offsets 0 and 4."""
-    positions = torch.arange(256, device=DEVICE) % 36
-    memory = torch.zeros(256 * 36 + 4, dtype=torch.uint8, device=DEVICE)
-    codes = memory[offset:][: 256 * 36].view(1, 256, 36)
-    codes[0, torch.arange(256, device=DEVICE), positions] = torch.arange(256, device=DEVICE, dtype=torch.uint8)
+    each, H = torch.arange(256, device=DEVICE), 108
+    memory = torch.zeros(256 * H + 4, dtype=torch.uint8, device=DEVICE)
+    codes = memory[offset:][: 256 * H].view(1, 256, H)
+    codes[0, each, each % H] = each.to(torch.uint8)
     assert (as_words(codes) is None) == (offset == 1)
-    topology, x = Topology.from_ids(torch.zeros(3, 1, dtype=torch.long, device=DEVICE), 1), torch.tensor([[1], [2], [-1]])
-    x = x.to(DEVICE, torch.bfloat16).expand(3, 36)
-    for scale in (20, 126, 127, 134, 135, 200, 247, 254, 255):
-        scales = torch.full((1, 256, 2), scale, dtype=torch.uint8, device=DEVICE)
+    topology = Topology.from_ids(torch.zeros(3, 1, dtype=torch.long, device=DEVICE), 1)
+    x = torch.randint(1, 9, (3, H), device=DEVICE).bfloat16()
+    for scale in (20, 126, 127, 134, 135, 200, 243, 255):
+        scales = torch.full((1, 256, ceil_div(H, 32)), scale, dtype=torch.uint8, device=DEVICE)
         weight = MXFP8(codes.view(torch.float8_e4m3fn), scales, -1, torch.bfloat16)
-        ours = mxfp8_launchers("triton").sdd(x, weight, topology, config=SMALL_TILE).values
-        exact = x[:, :1].double() * weight.dequantize(torch.float64)[0][torch.arange(256, device=DEVICE), positions]
+        ours = mxfp8_launchers("triton").sdd(x, weight, topology, config=config).values
+        exact = x[:, each % H].double() * weight.dequantize(torch.float64)[0, each, each % H]
         assert torch.equal(ours.nan_to_num(7), exact.to(torch.bfloat16).nan_to_num(7)), scale
         assert torch.equal(ours.isnan(), exact.isnan()), scale
 

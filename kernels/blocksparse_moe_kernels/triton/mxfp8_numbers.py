@@ -168,11 +168,13 @@ def dot_words(words, scales, x, acc, HARDWARE: tl.constexpr):
     """acc + a @ x: a [M, K] in words of four codes [M, K / 4] and scales [M, K / 32]; x [K, N] in high precision.
 
     Words are taken apart in registers two codes at a time. A sum does not mind its order: of each four along K, the first two
-    are multiplied in one product, and the others in another.
+    are multiplied in one product, and the others in another. K must be 64 or more: of fewer numbers, where a product has no
+    64 rows, Triton 3.6 multiplies some twice.
     """
     wide: tl.constexpr = tl.float32 if INTERPRETED else x.dtype
     N: tl.constexpr = x.shape[1]
     HALF: tl.constexpr = x.shape[0] // 2
+    tl.static_assert(HALF >= 32)
     a_first, a_second = dequantized_words(words, scales, wide, HARDWARE)
     first, second = tl.split(tl.permute(tl.reshape(x.T.to(wide), (N, HALF // 2, 2, 2)), (0, 1, 3, 2)))
     acc = tl.dot(a_first, tl.reshape(first, (N, HALF)).T, acc, input_precision="ieee")

@@ -238,7 +238,7 @@ def _launch(
     block_n = config.block_n // halves
     schedule = topology.schedule(config.block_m)
     numbers, scales = (x.codes.view(torch.uint8), x.scales) if isinstance(x, MXFP8) else (x, None)
-    words = None if quantized or x.dtype != torch.bfloat16 else as_words(w.codes)
+    words = None if quantized or x.dtype != torch.bfloat16 or config.block_k < 64 else as_words(w.codes)
     codes = w.codes.view(torch.uint8) if words is None else words
     scale_strides = (0, 0) if scales is None else scales.stride()
     bias_strides = (0, 0) if bias is None else bias.stride()
