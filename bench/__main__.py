@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -18,11 +18,12 @@ from blocksparse_moe_kernels.config import architecture_of
 
 from .compare import compare as compare_results
 from .faults import FAULTS
+from .inputs import check_routing
 from .lineup import STAGES, Choice
-from .ops import OPS
+from .ops import LAYERS, OPS, ROUTED_BY_ITSELF, WITHOUT_BACKENDS, peers_of
 from .peers import peer_names
-from .report import Result, read_csv
-from .runner import Plan, run
+from .report import CsvFile, Result, read_csv
+from .runner import Plan, device_name, run, versions
 from .shapes import GPU_SHAPES, SHAPES, Shape, parse_shape
 from .timing import measure
 from .tune import PRODUCTS, tune_table
@@ -67,16 +68,21 @@ def quick(
 
     Without a command: the whole layer, at sizes that suit this machine.
     """
-    if context.invoked_subcommand is None:
-        device, dtype = _device(""), _dtype("", _device(""))
-        if device.type == "cuda":
-            lineups = [("expert_mlp", SHAPES[name], _SKEW) for name in ("qwen3-30b-a3b", "olmoe-1b-7b")]
-            stages = STAGES
-        else:
-            few, many = SHAPES["cpu-16"].with_tokens(512), SHAPES["cpu-64"].with_tokens(256)
-            lineups = [("expert_mlp", few, _SKEW), ("expert_mlp", few, 0.0), ("expert_mlp", many, _SKEW)]
-            stages = ("inference", "forward+backward")
-        _run(Plan(lineups, dtype, device, Choice(stages=stages), seconds, windows, csv), threads)
+    if context.invoked_subcommand is not None:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        if given:
+            _refuse(f"--{given[0]}: options of a command follow it, as in: bench {context.invoked_subcommand} --{given[0]} ...")
+        return
+    device = _device("")
+    if device.type == "cuda":
+        lineups = [("expert_mlp", SHAPES[name], _SKEW) for name in ("qwen3-30b-a3b", "olmoe-1b-7b")]
+        stages = STAGES
+    else:
+        few, many = SHAPES["cpu-16"].with_tokens(512), SHAPES["cpu-64"].with_tokens(256)
+        lineups = [("expert_mlp", few, _SKEW), ("expert_mlp", few, 0.0), ("expert_mlp", many, _SKEW)]
+        stages = ("inference", "forward+backward")
+    _run([Plan(lineups, _dtype("", device), device, Choice(stages=stages), seconds, windows)], csv, threads)
 
 
 def _command(op: str) -> Callable[..., None]:
@@ -99,6 +105,13 @@ def _command(op: str) -> Callable[..., None]:
         shapes = _shapes(shape or ["qwen3-30b-a3b" if on.type == "cuda" else "cpu-16"])
         if tokens:
             shapes = [one.with_tokens(T) for one in shapes for T in tokens]
+        for option, given, known in (
+            ("--stage", stage, op in LAYERS),
+            ("--backend", backend, op not in WITHOUT_BACKENDS),
+            ("--skew", skew, op not in ROUTED_BY_ITSELF),
+        ):
+            if given and not known:
+                _refuse(f"{option}: {op} has none to choose. Leave {option} out.")
         stages = _known("--stage", stage, STAGES)
         if graph:
             _check_graph(on, stages)
@@ -106,10 +119,10 @@ def _command(op: str) -> Callable[..., None]:
         choice = Choice(
             stages=stages or STAGES,
             backends=_known("--backend", backend, ("triton", "torch")) or None,
-            peers=() if peer == ["none"] else _known("--peer", peer, peer_names()) or peer_names(),
+            peers=_peers(op, peer),
         )
-        lineups = [(op, one, law) for one in shapes for law in _skews(skew) or (_SKEW, 0.0)]
-        _run(Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, csv, graph), threads)
+        lineups = [(op, one, law) for one in shapes for law in _skews(op, one, skew)]
+        _run([Plan(lineups, _dtype(dtype, on), on, choice, seconds, windows, graph)], csv, threads)
 
     return command
 
@@ -122,7 +135,7 @@ for _name, _op in OPS.items():
 def plot(
     csv: CsvArgument, output: Annotated[Path, typer.Option("--output", help="Folder of the pictures.")] = Path("runs/plots")
 ) -> None:
-    """Draw a CSV: share of the roof by shape; time over tokens and over skew, where there are several."""
+    """Draw a CSV: share of the roof by shape, and the roofline; time over tokens and over skew, where there are several."""
     try:
         from .plot import plot as draw
     except ImportError as missing:
@@ -132,6 +145,10 @@ def plot(
         paths = draw(results, output)
     except OSError as error:
         _refuse(f"--output: {output} cannot be written: {error.strerror or error}.")
+    if not paths:
+        _refuse(
+            f"{csv} has nothing to draw: no line with a share of the roof, and no two of one op with other tokens or routing."
+        )
     for path in paths:
         typer.echo(path)
 
@@ -140,7 +157,7 @@ def plot(
 def compare(old: CsvArgument, new: CsvArgument) -> None:
     """Compare the times of two CSV files; differences up to 4 % count as equal.
 
-    Exit code 1: a variant of ours got slower, or fails its check now.
+    Exit code 1: a variant of ours got slower, or fails its check now; or the files have nothing in common.
     """
     if compare_results(_read(old), _read(new), _console()):
         raise typer.Exit(1)
@@ -149,16 +166,20 @@ def compare(old: CsvArgument, new: CsvArgument) -> None:
 @app.command()
 def fault(
     names: Annotated[list[str], typer.Argument(metavar="ID", help=f"{', '.join(FAULTS)}. Default: all.")] = [],  # noqa: B006
+    device: Device = "",
     seconds: Seconds = 0.3,
     windows: Windows = 3,
+    csv: Csv = None,
+    threads: Threads = None,
 ) -> None:
     """Measure what public reports about speed are about."""
-    device, console = _device(""), _console()
+    on, plans = _device(device), []
     for name in _known("ID", names, tuple(FAULTS)) or tuple(FAULTS):
         one = FAULTS[name]
-        console.print(f"[bold]{name}[/]  {one.report} Wanted: {one.good}.")
         lineups = [(one.op, shape, skew) for shape in _shapes(list(one.shapes)) for skew in one.skews]
-        _run(Plan(lineups, _dtype("", device), device, Choice(stages=one.stages, peers=one.peers), seconds, windows), None)
+        choice, title = Choice(stages=one.stages, peers=one.peers), f"{name}  {one.report} Wanted: {one.good}."
+        plans.append(Plan(lineups, _dtype("", on), on, choice, seconds, windows, title=title))
+    _run(plans, csv, threads)
 
 
 @app.command()
@@ -199,15 +220,20 @@ def _read(path: Path) -> list[Result]:
         _refuse(str(error))
 
 
-def _run(plan: Plan, threads: int | None) -> None:
+def _run(plans: Sequence[Plan], csv: Path | None, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
+    console = _console()
     try:
-        results = run(plan, _console())
-    except (ValueError, NotImplementedError, torch.OutOfMemoryError) as error:
+        with nullcontext() if csv is None else CsvFile(csv) as file:
+            console.print(f"{device_name(plans[0].device)}; {versions()}", highlight=False)
+            results = [result for plan in plans for result in run(plan, console, file)]
+    except (ValueError, NotImplementedError) as error:
         _refuse(str(error))
+    except FileExistsError:
+        _refuse(f"--csv: {csv} exists and is not overwritten; name another file.")
     except OSError as error:
-        _refuse(str(error) if plan.csv is None else f"--csv: {plan.csv} cannot be written: {error.strerror or error}.")
+        _refuse(str(error) if csv is None else f"--csv: {csv} cannot be written: {error.strerror or error}.")
     if any(result.failed and result.kind == "ours" for result in results):
         raise typer.Exit(1)
 
@@ -224,11 +250,28 @@ def _shapes(texts: list[str]) -> list[Shape]:
         _refuse(str(error))
 
 
-def _skews(exponents: list[float]) -> list[float]:
-    for exponent in exponents:
-        if math.isnan(exponent) or exponent < 0:
-            _refuse(f"--skew: expected a number of at least 0; got {exponent:g}.")
+def _skews(op: str, shape: Shape, exponents: list[float]) -> Sequence[float]:
+    """Those that were asked for; else skewed and balanced, as far as there are both."""
+    if not exponents:
+        return (0.0,) if op in ROUTED_BY_ITSELF or shape.K == shape.E else (_SKEW, 0.0)
+    try:
+        for exponent in exponents:
+            check_routing(shape, exponent)
+    except ValueError as error:
+        _refuse(str(error))
     return exponents
+
+
+def _peers(op: str, names: list[str]) -> tuple[str, ...]:
+    """Those that were asked for; else all that do the work of `op`."""
+    known = peers_of(op)
+    if "none" in names:
+        if len(names) > 1:
+            _refuse("--peer: none goes alone.")
+        return ()
+    if names and not known:
+        _refuse(f"--peer: nobody else does {op} here. Leave --peer out.")
+    return _known("--peer", names, known) or known
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -242,8 +285,10 @@ def _device(name: str) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cuda", "cpu"):
+    if device is None or device.type not in ("cuda", "cpu") or (device.type == "cpu" and device.index is not None):
         _refuse(f"--device: expected cuda, cuda:N or cpu; got {name!r}.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        _refuse(f"--device: {name} was asked for; torch sees {torch.cuda.device_count()} GPUs, from cuda:0 on.")
     return device
 
 

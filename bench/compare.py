@@ -12,7 +12,7 @@ from .report import EQUAL, Result, figure
 
 
 def compare(old: Sequence[Result], new: Sequence[Result], console: Console) -> bool:
-    """Print the ratios of the times of all that both measured; whether any variant of ours got slower, or failed.
+    """Print the ratios of the times of all that both measured; whether any variant of ours got slower, or failed, or none did.
 
     Differences of at most 4 % are called equal. Roofs are compared too: one that moved says that the machine did.
     """
@@ -35,7 +35,9 @@ def compare(old: Sequence[Result], new: Sequence[Result], console: Console) -> b
         was, now = ({getattr(result, attribute) for result in results} for results in (old, new))
         if was != now:
             console.print(f"{attribute}: {', '.join(sorted(was))} -> {', '.join(sorted(now))}", highlight=False)
-    return any(after[key].kind == "ours" and _verdict(before[key], after[key]) in ("slower", "FAILED") for key in both)
+    return not both or any(
+        after[key].kind == "ours" and _verdict(before[key], after[key]) in ("slower", "FAILED") for key in both
+    )
 
 
 _STYLES = {"slower": "[red]slower[/]", "FAILED": "[red]FAILED[/]", "faster": "[green]faster[/]"}

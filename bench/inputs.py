@@ -17,6 +17,10 @@ HOTTEST = 8
 """Skewed routing: rows of the hottest expert over those of the mean one, at most."""
 
 
+STEEPEST = 20.0
+"""Exponent of the most skewed routing but that to the same K experts."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What every variant of an op gets.
@@ -62,8 +66,9 @@ def make_case(shape: Shape, skew: float, *, dtype: torch.dtype, device: torch.de
         skew: exponent of the Zipf law by which experts are chosen; 0 spreads the tokens evenly, infinity sends all of them
             to the same experts.
     Raises:
-        ValueError: a negative skew, or a skewed shape with K = E (one expert stays empty).
+        ValueError: see `check_routing`.
     """
+    check_routing(shape, skew)
     host = torch.Generator().manual_seed(seed)
     expert_ids, routing = _routing(shape, skew, host)
     routing_weights = torch.rand(shape.T, shape.K, generator=host) + 0.1
@@ -84,6 +89,19 @@ def make_case(shape: Shape, skew: float, *, dtype: torch.dtype, device: torch.de
         down_proj=normal(E, H, F, std=F**-0.5),
         grad=normal(T, H),
     )
+
+
+def check_routing(shape: Shape, skew: float) -> None:
+    """ValueError for an exponent that is negative or too large, or a skewed shape with K = E (one expert stays empty)."""
+    if skew in (0, math.inf):
+        return
+    if not 0 <= skew <= STEEPEST:
+        raise ValueError(f"--skew: expected 0 to {STEEPEST:g}, or inf; got {skew:g}.")
+    if shape.K >= shape.E:
+        raise ValueError(
+            f"--skew: skewed routing leaves one expert empty and needs K < E; {shape.name} has E={shape.E} and K={shape.K}. "
+            "Balanced is --skew 0."
+        )
 
 
 def rows_of(case: Case) -> Topology:
@@ -109,7 +127,7 @@ def make_router(case: Case) -> tuple[Tensor, Tensor]:
     """
     T, H, E, K = case.shape.T, case.shape.H, case.shape.E, case.shape.K
     if E > H:
-        raise ValueError(f"shape: a gate that follows the drawn routing needs E <= H; got E={E}, H={H}.")
+        raise ValueError(f"--shape: a gate that follows the drawn routing needs E <= H; got E={E}, H={H}.")
     random = torch.Generator().manual_seed(0)
     gate = torch.linalg.qr(torch.randn(H, E, generator=random)).Q.T.to(case.device)
     logits = (2 * torch.rand(T, E, generator=random) - 1).to(case.device)
@@ -144,8 +162,6 @@ def skewed_routing(shape: Shape, skew: float, random: torch.Generator) -> Tensor
     probability, and K points at distance 1 choose K different ones.
     """
     T, E, K = shape.T, shape.E, shape.K
-    if skew < 0 or K >= E:
-        raise ValueError(f"skew: must be at least 0, and skewed routing needs K < E; got skew={skew:g} with E={E}, K={K}.")
     probabilities = torch.zeros(E, dtype=torch.float64)
     probabilities[torch.randperm(E, generator=random)[: E - 1]] = _capped_zipf(E - 1, skew, K, min(1.0, HOTTEST * K / E))
     order = torch.rand(T, E, generator=random).argsort(dim=1)

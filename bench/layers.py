@@ -40,7 +40,7 @@ def layer_tasks(
             ),
             expected=expected if stage == "forward+backward" else lambda: expected()[:1],
             flops=case.shape.forward_flops * (3 if stage == "forward+backward" else 1),
-            bytes=_weight_bytes(case) if stage == "inference" else 0,
+            bytes=_bytes(case, stage),
             left_out=left_out,
         )
         for stage in choice.stages
@@ -64,6 +64,13 @@ def _layer_roofs(case: Case, stage: str) -> list[Variant]:
 def _weight_bytes(case: Case) -> int:
     """Of the experts that some token chose."""
     return case.expert_ids.unique().numel() * (case.up_proj[0].nbytes + case.down_proj[0].nbytes)
+
+
+def _bytes(case: Case, stage: str) -> int:
+    """Leaves and results, and gradients of both: the weights of experts that some token chose, but the gradients of all."""
+    tokens = 2 * case.x.nbytes + case.routing_weights.nbytes
+    forward = _weight_bytes(case) + tokens + case.expert_ids.nbytes
+    return forward + (tokens + case.up_proj.nbytes + case.down_proj.nbytes if stage == "forward+backward" else 0)
 
 
 def _dense_layer(case: Case, stage: str) -> Variant:

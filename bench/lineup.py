@@ -89,7 +89,7 @@ def copy_of(case: Case, moved: int, name: str = "copy") -> Variant:
     """Reads half of `moved` bytes and writes the other half."""
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=case.device)
     target = torch.empty_like(source)
-    return Variant(name, "roof", lambda: (target.copy_(source),))
+    return Variant(name, "roof", lambda: (target.copy_(source),), moved=moved)
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from blocksparse_moe.router.choice import choose_experts
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
 
 from .check import reference_dtype
-from .decoder import decoder_layer
+from .decoder import IMPLEMENTATIONS, decoder_layer
 from .inputs import Case, make_router, random_dense, random_sparse, rows_of
 from .layers import expected_layer, layer_tasks
 from .lineup import Choice, and_gradients, copy_of, name_of, ours, part, wide
 from .low_precision import low_precision
-from .peers import build_peers
+from .peers import PEERS, PRODUCT_PEERS, build_peers
 from .products import dsd, grad_down, grad_hidden, grad_rows, grad_up, sdd, sdd_activation
 from .variants import Layer, Task, Variant
 
@@ -213,7 +213,7 @@ def activation_backward(case: Case, choice: Choice) -> list[Task]:
 
     moved = 2 * (grad.nbytes + pre.values.nbytes + weights.nbytes) + rows.slots.nbytes
     variants = [variant(backend) for backend in choice.backends_for(case)]
-    return [part("activation_backward", [*variants, copy_of(case, moved)], expected, moved=moved)]
+    return [part("activation_backward", [*variants, copy_of(case, moved)], expected, stage="backward", moved=moved)]
 
 
 OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
@@ -238,3 +238,17 @@ OPS: dict[str, Callable[[Case, Choice], list[Task]]] = {
         grad_up,
     )
 }
+
+LAYERS = ("dMoE", "monitor", "expert_mlp", "low_precision", "decoder_layer")
+"""The ops of which stages can be chosen."""
+
+WITHOUT_BACKENDS = ("low_precision", "router", "topology")
+"""The ops that run every backend, or have one way only."""
+
+ROUTED_BY_ITSELF = ("decoder_layer",)
+"""The ops whose gate chooses, whatever the case says."""
+
+
+def peers_of(op: str) -> tuple[str, ...]:
+    """Names of those that do the work of `op` as well."""
+    return tuple({"expert_mlp": PEERS, "decoder_layer": IMPLEMENTATIONS, **PRODUCT_PEERS}.get(op, ()))

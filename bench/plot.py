@@ -1,4 +1,4 @@
-"""Pictures of a CSV file of results: share of the roof, time over T, time over skew."""
+"""Pictures of a CSV file of results: share of the roof, the roofline, time over T, time over skew."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ def plot(results: Sequence[Result], directory: Path) -> list[Path]:
     for about, chosen in _groups(timed, lambda r: (r.op, r.stage, r.routing, r.dtype, r.mode)):
         if shares := [result for result in chosen if result.kind != "roof" and result.share_of_roof is not None]:
             draw("roof", about, _bars, shares)
+    for about, chosen in _groups(timed, lambda r: (r.device, r.dtype, r.mode)):
+        if any(result.tflops and result.gb_per_s for result in chosen):
+            draw("roofline", about, _roofline, chosen)
     for about, chosen in _groups(timed, lambda r: (r.op, r.stage, r.routing, r.dtype, r.mode, _layer(r))):
         if len({result.T for result in chosen}) > 1:
             draw("tokens", about, _over_tokens, chosen)
-    for about, chosen in _groups(timed, lambda r: (r.op, r.stage, r.shape, r.dtype, r.mode)):
+    by_a_law = [result for result in timed if _skew(result) is not None]
+    for about, chosen in _groups(by_a_law, lambda r: (r.op, r.stage, r.shape, r.dtype, r.mode)):
         if len({result.routing for result in chosen}) > 1:
             draw("skew", about, _over_skew, chosen)
     return paths
@@ -59,8 +63,11 @@ def _layer(result: Result) -> str:
     return f"H={result.H} F={result.F} E={result.E} K={result.K}"
 
 
-def _skew(result: Result) -> float:
-    return float(result.routing.removeprefix("zipf ")) if result.routing.startswith("zipf ") else 0.0
+def _skew(result: Result) -> float | None:
+    """Exponent of the routing, 0 of a balanced one; None where no law spread the tokens."""
+    if result.routing.startswith("zipf "):
+        return float(result.routing.removeprefix("zipf "))
+    return 0.0 if result.routing == "balanced" else None
 
 
 def _colours(results: Iterable[Result]) -> dict[str, tuple]:
@@ -80,6 +87,26 @@ def _bars(axes: Axes, results: list[Result], colours: dict[str, tuple]) -> None:
     axes.axhline(100, color="gray", linestyle="--", linewidth=1)
     axes.set_xticks(range(len(shapes)), shapes, rotation=15 if len(shapes) > 3 else 0)
     axes.set_ylabel("share of the roof, %")
+
+
+def _roofline(axes: Axes, results: list[Result], colours: dict[str, tuple]) -> None:
+    """Work over bytes against speed (Williams, Waterman and Patterson, 2009); the roofs are the fastest that were measured."""
+    points = [result for result in results if result.tflops and result.gb_per_s and result.kind != "roof"]
+    for (variant,), chosen in _groups(points, lambda result: (result.variant,)):
+        intensity = [1e3 * result.tflops / result.gb_per_s for result in chosen]
+        speed = [result.tflops for result in chosen]
+        axes.plot(intensity, speed, "o", markersize=4, label=variant, color=colours[variant])
+    roofs = [result for result in results if result.kind == "roof"]
+    dense, copied = (max((getattr(r, name) or 0 for r in roofs), default=0) for name in ("tflops", "gb_per_s"))
+    if dense:
+        axes.axhline(dense, color="gray", linestyle="--", linewidth=1, label="dense products")
+    if copied:
+        axes.axline((1, copied / 1e3), (2, 2 * copied / 1e3), color="gray", linestyle=":", linewidth=1, label="copy")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOP per byte of operands and results")
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(alpha=0.3)
 
 
 def _over_tokens(axes: Axes, results: list[Result], colours: dict[str, tuple]) -> None:

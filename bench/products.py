@@ -26,8 +26,8 @@ def sdd(case: Case, choice: Choice) -> list[Task]:
         *peers,
         Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
     ]
-    expected = partial(_values_of_sdd, x, w, rows)
-    return [part("sdd", variants, expected, flops=_flops(case, halves=2), left_out=left_out)]
+    expected, moved = partial(_values_of_sdd, x, w, rows), _moved(case, x, w, rows=2 * case.shape.F)
+    return [part("sdd", variants, expected, flops=_flops(case, halves=2), moved=moved, left_out=left_out)]
 
 
 def sdd_activation(case: Case, choice: Choice) -> list[Task]:
@@ -49,7 +49,8 @@ def sdd_activation(case: Case, choice: Choice) -> list[Task]:
 
         variants = [variant(backend) for backend in choice.backends_for(case)]
         variants.append(Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)))
-        return part("sdd_activation", variants, expected, stage=stage, flops=_flops(case, halves=2))
+        moved = _moved(case, x, w, rows=(3 if save_pre else 1) * case.shape.F)
+        return part("sdd_activation", variants, expected, stage=stage, flops=_flops(case, halves=2), moved=moved)
 
     return [task("forward", save_pre=True), task("inference", save_pre=False)]
 
@@ -67,7 +68,8 @@ def dsd(case: Case, choice: Choice) -> list[Task]:
     def expected() -> tuple[Tensor, ...]:
         return (reference.dsd(wide_sparse(s), wide(w)),)
 
-    return [part("dsd", variants, expected, flops=_flops(case, halves=1), left_out=left_out)]
+    moved = _moved(case, w, rows=case.shape.F + case.shape.H)
+    return [part("dsd", variants, expected, flops=_flops(case, halves=1), moved=moved, left_out=left_out)]
 
 
 def grad_hidden(case: Case, choice: Choice) -> list[Task]:
@@ -78,8 +80,8 @@ def grad_hidden(case: Case, choice: Choice) -> list[Task]:
         *ours(case, choice, lambda backend: implementation(backend).sdd(grad, w, rows).values),
         Variant("dense matmul", "roof", lambda: (dense @ w[0].T,)),
     ]
-    expected = partial(_values_of_sdd, grad, w, rows)
-    return [part("grad_hidden", variants, expected, flops=_flops(case, halves=1))]
+    expected, moved = partial(_values_of_sdd, grad, w, rows), _moved(case, grad, w, rows=case.shape.F)
+    return [part("grad_hidden", variants, expected, stage="backward", flops=_flops(case, halves=1), moved=moved)]
 
 
 def grad_down(case: Case, choice: Choice) -> list[Task]:
@@ -95,7 +97,12 @@ def grad_rows(case: Case, choice: Choice) -> list[Task]:
         *ours(case, choice, lambda backend: implementation(backend).dsd(s, w)),
         Variant("dense matmul", "roof", lambda: (s.values @ w[0],)),
     ]
-    return [part("grad_rows", variants, lambda: (reference.dsd(wide_sparse(s), wide(w)),), flops=_flops(case, halves=2))]
+
+    def expected() -> tuple[Tensor, ...]:
+        return (reference.dsd(wide_sparse(s), wide(w)),)
+
+    moved = _moved(case, w, rows=2 * case.shape.F + case.shape.H)
+    return [part("grad_rows", variants, expected, stage="backward", flops=_flops(case, halves=2), moved=moved)]
 
 
 def grad_up(case: Case, choice: Choice) -> list[Task]:
@@ -115,7 +122,8 @@ def _transposed(op: str, case: Case, choice: Choice, s: BlockSparse, x: Tensor, 
         return (reference.dsd(wide_sparse(s).T, wide(x), order="tokens"),)
 
     variants = [*ours(case, choice, call), Variant("dense matmul", "roof", lambda: (s.values.T @ dense,))]
-    return part(op, variants, expected, flops=_flops(case, halves=halves))
+    moved = _moved(case, x, like, rows=halves * case.shape.F)
+    return part(op, variants, expected, stage="backward", flops=_flops(case, halves=halves), moved=moved)
 
 
 def _values_of_sdd(x: Tensor, w: Tensor, rows: Topology) -> tuple[Tensor, ...]:
@@ -124,3 +132,8 @@ def _values_of_sdd(x: Tensor, w: Tensor, rows: Topology) -> tuple[Tensor, ...]:
 
 def _flops(case: Case, halves: int) -> int:
     return 2 * halves * case.shape.M * case.shape.H * case.shape.F
+
+
+def _moved(case: Case, *others: Tensor, rows: int) -> int:
+    """Bytes of operands and results: `others`, and `rows` numbers for each routed row."""
+    return sum(other.nbytes for other in others) + rows * case.shape.M * case.dtype.itemsize

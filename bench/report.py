@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import TextIO
@@ -25,10 +25,11 @@ class Result:
         shape, T, H, F, E, K, routing, op, stage, variant, kind: what ran.
         check: "ok", "FAILED: " and why, or "roof", which has nothing to check.
         ms: median of one call; spread: half the distance of its quartiles, relative.
-        tflops: useful work over time; gb_per_s: bytes that must move over time.
+        tflops: useful work over time; gb_per_s: bytes of operands and results over time. Roofs have one of the two.
         share_of_roof: time of the roof in the same run over this one's. Of several roofs the slowest is meant, which binds;
             None for the others.
-        over_fastest_peer: time of the fastest peer in the same run over this one's; more than 1 is faster than all peers.
+        over_fastest_peer: time of the fastest peer in the same run over this one's; more than 1 is faster than all peers. Roofs
+            have none.
         peak_extra_gb: memory beyond the inputs, results included (1 GB is 1e9 bytes).
         launches: kernels of one call.
         dtype, device, versions, date: where and when.
@@ -72,31 +73,40 @@ class CsvFile:
     """Results as CSV, written as they come, so that an interrupted run leaves what it had."""
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", newline="", encoding="utf-8")
+        """FileExistsError if the file is there: an earlier run is what a later one is compared with."""
+        self._path = path
+        self._file: TextIO = path.open("x", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, [field.name for field in fields(Result)])
         self._writer.writeheader()
+        self._is_empty = True
 
     def write(self, results: Iterable[Result]) -> None:
         self._writer.writerows(asdict(result) for result in results)
         self._file.flush()
+        self._is_empty = False
 
     def __enter__(self) -> CsvFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        if self._is_empty:
+            self._path.unlink()
 
 
 def read_csv(path: Path) -> list[Result]:
     """The results of a file that `CsvFile` wrote; ValueError for any other."""
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
     try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            lines, columns = list(reader), reader.fieldnames or ()
+        if lacking := [field.name for field in fields(Result) if field.default is MISSING and field.name not in columns]:
+            raise ValueError(f"it has no column {', '.join(lacking[:3])}{' and others' if len(lacking) > 3 else ''}")
         return [
             Result(**{field.name: _parse(line[field.name], str(field.type)) for field in fields(Result) if field.name in line})
             for line in lines
         ]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, csv.Error) as error:
         raise ValueError(f"{path} is no table of results by this version of the benchmarks: {error}.") from error
 
 
@@ -126,9 +136,21 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
             table.add_row(stage if index == 0 else "", name, *cells)
         table.add_section()
     console.print(table)
+    for line in _over_each_peer(results):
+        console.print(line, highlight=False)
     for result in results:
         if result.failed:
             console.print(f"[red]{result.stage}, {result.variant}: {escape(result.check)}[/]", soft_wrap=True)
+
+
+def _over_each_peer(results: Sequence[Result]) -> Iterator[str]:
+    """For each stage, how many times as fast as each of the peers the fastest variant of ours is."""
+    for stage, lines in groupby(results, key=lambda result: result.stage):
+        timed = sorted((result for result in lines if result.ms is not None), key=lambda result: result.ms or 0)
+        ours, peers = ([result for result in timed if result.kind == kind] for kind in ("ours", "peer"))
+        if ours and peers:
+            ratios = ", ".join(f"{peer.ms / ours[0].ms:.2f} × {peer.variant}" for peer in peers)  # type: ignore[operator]
+            yield f"{stage}: {ours[0].variant} is {ratios}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,8 @@ class Plan:
     Attributes:
         lineups: op, shape and skew (0: balanced) of each table.
         seconds: length of a variant's window; windows: how many each gets.
-        csv: where the results go as well.
         graph: time CUDA graphs of the calls.
+        title: what stands above the tables.
     """
 
     lineups: Sequence[tuple[str, Shape, float]]
@@ -42,39 +41,50 @@ class Plan:
     choice: Choice
     seconds: float
     windows: int
-    csv: Path | None = None
     graph: bool = False
+    title: str = ""
 
 
-def run(plan: Plan, console: Console) -> list[Result]:
-    """Measure, print and write; the results of every variant, failed ones included."""
-    console.print(f"{device_name(plan.device)}; {versions()}", highlight=False)
-    if plan.csv is None:
-        return _run(plan, console, None)
-    with CsvFile(plan.csv) as file:
-        return _run(plan, console, file)
+def run(plan: Plan, console: Console, file: CsvFile | None = None) -> list[Result]:
+    """Measure, print and write; the results of every variant, failed ones included.
 
-
-def _run(plan: Plan, console: Console, file: CsvFile | None) -> list[Result]:
+    Raises:
+        ValueError: an op cannot be had of a shape or routing, or not in the memory that there is.
+    """
+    if plan.title:
+        console.print(plan.title)
     results: list[Result] = []
     for op, shape, skew in plan.lineups:
-        with console.status(f"{op}, {shape.name}: inputs"):
-            case = make_case(shape, skew, dtype=plan.dtype, device=plan.device)
-            tasks = OPS[op](case, plan.choice)
-        table: list[Result] = []
-        for task in tasks:
-            with console.status(f"{op}, {shape.name}, {case.routing}, {task.stage}"):
-                lines = run_task(task, case, seconds=plan.seconds, windows=plan.windows, graph=plan.graph)
-            table += lines
-            if file is not None:
-                file.write(lines)
-        print_table(console, table)
-        for name, reason in tasks[0].left_out.items():
-            console.print(f"left out: {name} ({reason})", style="dim", highlight=False)
-        results += table
-        del tasks, task, case
+        try:
+            results += _line_up(op, shape, skew, plan, console, file)
+        except RuntimeError as error:
+            if not _is_about_memory(error):
+                raise
+            raise ValueError(f"{op}, {shape.name}: {first_line(error)}. Give fewer tokens or smaller sizes.") from error
         _free(plan.device)
     return results
+
+
+def _line_up(op: str, shape: Shape, skew: float, plan: Plan, console: Console, file: CsvFile | None) -> list[Result]:
+    with console.status(f"{op}, {shape.name}: inputs"):
+        case = make_case(shape, skew, dtype=plan.dtype, device=plan.device)
+        tasks = OPS[op](case, plan.choice)
+    table: list[Result] = []
+    for task in tasks:
+        with console.status(f"{op}, {shape.name}, {case.routing}, {task.stage}"):
+            lines = run_task(task, case, seconds=plan.seconds, windows=plan.windows, graph=plan.graph)
+        table += lines
+        if file is not None:
+            file.write(lines)
+    print_table(console, table)
+    for name, reason in tasks[0].left_out.items():
+        console.print(f"left out: {name} ({reason})", style="dim", highlight=False)
+    return table
+
+
+def _is_about_memory(error: RuntimeError) -> bool:
+    """Of a GPU, or of a CPU, where torch has no error of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error) or "Storage size" in str(error)
 
 
 def run_task(task: Task, case: Case, *, seconds: float, windows: int, graph: bool = False) -> list[Result]:
@@ -165,10 +175,10 @@ def _result(
         check=check,
         ms=ms,
         spread=None if timing is None else timing.spread,
-        tflops=per_ms(task.flops / 1e9),
-        gb_per_s=per_ms(task.bytes / 1e6),
+        tflops=None if variant.moved else per_ms(task.flops / 1e9),
+        gb_per_s=per_ms((variant.moved if variant.kind == "roof" else task.bytes) / 1e6),
         share_of_roof=per_ms(roof_ms) if binds else None,
-        over_fastest_peer=per_ms(peer_ms),
+        over_fastest_peer=None if variant.kind == "roof" else per_ms(peer_ms),
         peak_extra_gb=None if peak is None else peak / 1e9,
         launches=launches,
         dtype=str(case.dtype).removeprefix("torch."),

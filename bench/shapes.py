@@ -44,6 +44,8 @@ SHAPES = {
     )
 }
 
+LARGEST = 2**31 - 1
+
 GPU_SHAPES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-ep8", "olmoe-1b-7b")
 
 
@@ -58,6 +60,8 @@ def parse_shape(text: str) -> Shape:
             "For example --shape 4096,1024,512,32,4."
         )
     T, H, F, E, K = map(int, sizes)
+    if max(T, H, F, E) > LARGEST:
+        raise ValueError(f"shape: sizes up to {LARGEST} can be measured; got {text!r}.")
     if K > E:
         raise ValueError(f"shape: {text!r} asks for K={K} different experts per token; E is {E}.")
     return Shape(f"{T},{H},{F},{E},{K}", T, H, F, E, K)

@@ -28,10 +28,10 @@ Results = TypeVar("Results")
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call: the median, and half the distance of the quartiles over it."""
+    """Milliseconds of one call: the median, and half the distance of the quartiles over it, which one sample does not have."""
 
     ms: float
-    spread: float
+    spread: float | None
 
 
 def measure(works: dict[str, Work], device: torch.device, *, seconds: float, windows: int) -> dict[str, Timing]:
@@ -144,6 +144,6 @@ def _cuda_window(work: Work, samples: int, calls: int) -> list[float]:
 def _summary(times: list[float]) -> Timing:
     median = statistics.median(times)
     if len(times) < 2:
-        return Timing(median, 0.0)
+        return Timing(median, None)
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
     return Timing(median, (high - low) / 2 / median)

@@ -32,6 +32,7 @@ class Variant:
         run: does the work once and returns its results.
         comparable: those results in the order and layout of the task's `expected`; for the check, not timed.
         tolerance: of the check, where it is not that of the dtype: see `check.disagreement`.
+        moved: bytes that a roof reads and writes; 0 of one that multiplies.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Variant:
     run: Callable[[], Tensors]
     comparable: Callable[[Tensors], Tensors] = as_they_are
     tolerance: tuple[float, float] | None = None
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Task:
         stage: "forward", "inference", "backward" or "forward+backward".
         variants: all do the same work.
         expected: makes the results in higher precision.
-        flops: useful work; bytes: what must be read and written once. 0 where that is not the measure.
+        flops: useful work, 0 where there is none worth counting; bytes: operands and results, each read or written once.
         left_out: why variants that were asked for are not among them, by name.
         routing: how tokens are routed, where it is not as the case says.
     """

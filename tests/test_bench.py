@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bench import layers, ops, peers, runner
@@ -19,7 +20,7 @@ from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, sk
 from bench.layers import expected_layer
 from bench.lineup import STAGES, Choice, stage_of
 from bench.ops import OPS
-from bench.report import CsvFile, Result, read_csv
+from bench.report import CsvFile, Result, print_table, read_csv
 from bench.runner import run_task
 from bench.shapes import SHAPES, Shape, parse_shape
 from bench.timing import measure
@@ -27,7 +28,8 @@ from bench.variants import Layer
 from blocksparse_moe_kernels import Topology, reference
 
 TINY = Shape("tiny", T=24, H=16, F=20, E=6, K=2)
-ARGUMENTS = ["--shape", "24,16,20,6,2", "--device", "cpu", "--backend", "torch", "--seconds", "0", "--windows", "1"]
+QUICK = ["--shape", "24,16,20,6,2", "--device", "cpu", "--seconds", "0", "--windows", "1"]
+ARGUMENTS = [*QUICK, "--backend", "torch"]
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def bench(*arguments: str):
 )
 def test_prints_a_table_and_writes_csv(op, tmp_path):
     path = tmp_path / "results.csv"
-    result = bench(op, *ARGUMENTS, "--csv", str(path))
+    result = bench(op, *(QUICK if op in ops.WITHOUT_BACKENDS else ARGUMENTS), "--csv", str(path))
     assert result.exit_code == 0, result.output
     assert "zipf 1.2" in result.output and "balanced" in result.output and "blocksparse" in result.output
     with path.open(newline="") as file:
@@ -56,6 +58,8 @@ def test_prints_a_table_and_writes_csv(op, tmp_path):
         assert line["mode"] == "eager"
         assert line["share_of_roof"] or line["kind"] == "roof"
         assert float(line["tflops"] or line["gb_per_s"]) > 0
+        if line["kind"] == "roof":
+            assert not (line["tflops"] and line["gb_per_s"]) and not line["over_fastest_peer"]
 
 
 @pytest.mark.slow
@@ -65,7 +69,7 @@ def test_decoder_layers(shape, tmp_path, monkeypatch):
     pytest.importorskip("transformers", minversion="5.9")
     monkeypatch.setitem(SHAPES, "mixtral-8x7b", Shape("mixtral-8x7b", T=24, H=128, F=20, E=6, K=2))
     path = tmp_path / "results.csv"
-    options = ("--skew", "0", "--seconds", "0", "--windows", "1", "--dtype", "float32", "--device", "cpu", "--csv", str(path))
+    options = ("--seconds", "0", "--windows", "1", "--dtype", "float32", "--device", "cpu", "--csv", str(path))
     result = bench("decoder_layer", "--shape", shape, *options)
     assert result.exit_code == 0, result.output
     with path.open(newline="") as file:
@@ -74,6 +78,7 @@ def test_decoder_layers(shape, tmp_path, monkeypatch):
     assert {line["variant"] for line in lines} >= {"blocksparse torch", "transformers eager", "transformers grouped_mm"}
     assert {line["stage"] for line in lines} == {"forward", "inference", "forward+backward"}
     assert {line["check"] for line in lines} == {"ok"}
+    assert len({(line["stage"], line["variant"]) for line in lines}) == len(lines), "measured once"
 
 
 @pytest.fixture
@@ -86,6 +91,7 @@ def results(case) -> list[Result]:
 
 
 def write(path: Path, results: list[Result]) -> str:
+    path.unlink(missing_ok=True)
     with CsvFile(path) as file:
         file.write(results)
     return str(path)
@@ -110,6 +116,53 @@ def test_plots_come_from_a_csv(results, tmp_path):
     assert all(name in result.output for name in names)
 
 
+def test_the_roofline_has_work_and_bytes(case, tmp_path):
+    pytest.importorskip("matplotlib")
+    (task,) = ops.sdd(case, Choice(backends=("torch",), peers=()))
+    moved = (24 * 16 + 6 * 40 * 16 + 48 * 40) * 4
+    assert task.bytes == moved
+    lines = run_task(task, case, seconds=0, windows=1)
+    assert all(line.spread is None for line in lines), "one sample has none"
+    ours, dense = lines
+    assert 1e3 * ours.tflops / ours.gb_per_s == pytest.approx(task.flops / moved)
+    assert dense.tflops and dense.gb_per_s is None
+    result = bench("plot", write(tmp_path / "results.csv", lines), "--output", str(tmp_path))
+    assert "roofline-" in result.output, result.output
+
+
+def test_tokens_that_no_law_spreads_are_not_drawn_over_one(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    kept = [line for line in results if line.routing == "balanced"]
+    path = write(tmp_path / "results.csv", [*kept, *(replace(line, routing="2 of 6") for line in kept)])
+    assert "skew" not in bench("plot", path, "--output", str(tmp_path)).output
+
+
+def test_nothing_to_draw_is_said(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = write(tmp_path / "results.csv", [replace(results[0], share_of_roof=None)])
+    result = bench("plot", path, "--output", str(tmp_path))
+    assert result.exit_code == 2 and "nothing to draw" in result.output
+
+
+def test_an_earlier_csv_stays(results, tmp_path):
+    path = tmp_path / "results.csv"
+    write(path, results)
+    before = path.read_text()
+    result = bench("topology", *QUICK, "--csv", str(path))
+    assert result.exit_code == 2 and "not overwritten" in result.output and path.read_text() == before
+    result = bench("dMoE", "--shape", "8,8,8,16,2", "--skew", "0", "--csv", str(tmp_path / "empty.csv"))
+    assert result.exit_code == 2 and "E <= H" in result.output and not (tmp_path / "empty.csv").exists()
+
+
+def test_each_peer_has_a_ratio(capsys):
+    lines = [
+        Result("s", 1, 1, 1, 1, 1, "balanced", "expert_mlp", "forward", name, kind, "ok", ms, *[None] * 7, *[""] * 4)
+        for name, kind, ms in (("us", "ours", 2.0), ("slow us", "ours", 3.0), ("a", "peer", 5.0), ("b", "peer", 1.0))
+    ]
+    print_table(Console(width=120), lines)
+    assert "forward: us is 0.50 × b, 2.50 × a" in capsys.readouterr().out
+
+
 def test_a_comparison_fails_only_where_ours_got_slower(results, tmp_path):
     old = write(tmp_path / "old.csv", results)
 
@@ -130,6 +183,8 @@ def test_a_comparison_fails_only_where_ours_got_slower(results, tmp_path):
     assert result.exit_code == 1 and "FAILED" in result.output
     result = bench("compare", old, write(tmp_path / "new.csv", results[:2]))
     assert result.exit_code == 0 and "only in the old file" in result.output
+    result = bench("compare", old, write(tmp_path / "new.csv", [replace(results[0], shape="other")]))
+    assert result.exit_code == 1 and "Nothing was measured in both files" in result.output
 
 
 @pytest.mark.parametrize("command", [("plot",), ("compare", "old.csv")])
@@ -137,7 +192,8 @@ def test_a_file_that_is_no_table_of_results_is_refused(command, results, tmp_pat
     monkeypatch.chdir(tmp_path)
     write(Path("old.csv"), results)
     Path("other.csv").write_text("op,shape\nsdd,tiny\n")
-    for name in ("other.csv", "absent.csv"):
+    Path("bytes.csv").write_bytes(b"\xff\xd0")
+    for name in ("other.csv", "absent.csv", "bytes.csv"):
         result = bench(*command, name)
         assert result.exit_code == 2 and name in result.output and "Traceback" not in result.output
 
@@ -195,7 +251,9 @@ def test_grouped_mm_is_a_peer(dtype):
     case = make_case(replace(TINY, F=24), 1.2, dtype=dtype, device=torch.device("cpu"))
     (task,) = ops.expert_mlp(case, Choice(stages=("forward+backward",), backends=(), peers=("torch grouped_mm",)))
     assert [result.check for result in run_task(task, case, seconds=0, windows=1)] == ["ok", "roof"]
-    assert "16 bytes" in peers.PEERS["torch grouped_mm"].why_not(replace(case, shape=replace(TINY, H=15)))
+    odd = replace(case, shape=replace(TINY, H=15))
+    for name in ("torch grouped_mm", "transformers grouped_mm"):
+        assert "16 bytes" in peers.PEERS[name].why_not(odd)
 
 
 def test_every_peer_runs_or_says_why_not(case):
@@ -353,14 +411,16 @@ def test_infinite_skew_is_one_choice():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.case(name)) for name in FAULTS])
-def test_public_faults_of_speed_are_rows(name, monkeypatch):
+def test_public_faults_of_speed_are_rows(name, monkeypatch, tmp_path):
     """What they measure can be asked for; here on a tiny shape, since no test judges a time."""
     fault = FAULTS[name]
     assert [parse_shape(shape) for shape in fault.shapes] and set(fault.peers) <= set(peers.PEERS)
     monkeypatch.setitem(FAULTS, name, replace(fault, shapes=("24,16,20,6,2",)))
-    result = bench("fault", name, "--seconds", "0", "--windows", "1")
+    path = tmp_path / "fault.csv"
+    result = bench("fault", name, "--device", "cpu", "--seconds", "0", "--windows", "1", "--csv", str(path))
     assert result.exit_code == 0, result.output
     assert name in result.output and "blocksparse" in result.output
+    assert {line.op for line in read_csv(path)} == {fault.op}
 
 
 def test_windows_take_turns():
@@ -372,7 +432,7 @@ def test_windows_take_turns():
     assert all(timing.ms > 0 for timing in timings.values())
 
 
-@pytest.mark.parametrize("text", ["mixtral", "1,2,3", "1,2,3,4,x", "8,8,8,4,0", "8,8,8,2,3"])
+@pytest.mark.parametrize("text", ["mixtral", "1,2,3", "1,2,3,4,x", "8,8,8,4,0", "8,8,8,2,3", "8,8,99999999999,4,2"])
 def test_a_bad_shape_is_one_line(text):
     with pytest.raises(ValueError, match="shape"):
         parse_shape(text)
@@ -386,11 +446,13 @@ def test_a_bad_shape_is_one_line(text):
         ("--skew", "nan"),
         ("--dtype", "int8"),
         ("--device", "abacus"),
+        ("--device", "cpu:3"),
         ("--backend", "cublas"),
         ("--peer", "nobody"),
+        ("--peer", "stk"),
         ("--stage", "sideways"),
         ("--skew", "-1"),
-        ("--tokens", "0"),
+        ("--skew", "1000"),
         ("--graph",),
         ("--csv", "/nowhere/at/all.csv"),
     ],
@@ -398,4 +460,28 @@ def test_a_bad_shape_is_one_line(text):
 def test_a_bad_option_is_refused(arguments):
     result = bench("expert_mlp", *ARGUMENTS, *arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert arguments[0] in result.output, "the option is named"
+    (line,) = [line for line in result.output.splitlines() if not line.startswith("CPU")]
+    assert arguments[0] in line, "one line, which names the option"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--csv", "new.csv", "topology"), "--csv: options of a command follow it"),
+        (("topology", "--backend", "triton"), "--backend: topology has none to choose"),
+        (("sdd", "--stage", "inference"), "--stage: sdd has none to choose"),
+        (("decoder_layer", "--skew", "0"), "--skew: decoder_layer has none to choose"),
+        (("dMoE", "--peer", "stk"), "--peer: nobody else does dMoE here"),
+        (("sdd", "--peer", "none", "--peer", "stk"), "--peer: none goes alone"),
+        (("topology", "--skew", "1.2", "--shape", "8,8,8,2,2"), "Balanced is --skew 0"),
+        (("sdd", "--shape", "8,1000000,1000000,6,2", "--skew", "0", "--device", "cpu"), "Give fewer tokens or smaller sizes"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(arguments, reason):
+    result = bench(*arguments)
+    assert result.exit_code == 2 and reason in result.output, result.output
+
+
+def test_experts_that_all_are_chosen_are_balanced(tmp_path):
+    result = bench("topology", "--shape", "8,8,8,2,2", "--device", "cpu", "--seconds", "0", "--windows", "1")
+    assert result.exit_code == 0 and "balanced" in result.output and "zipf" not in result.output, result.output

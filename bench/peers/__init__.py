@@ -36,7 +36,7 @@ PEERS: dict[str, Peer[Layer]] = {
     "Transformer Engine": Peer(transformer_engine.why_not, transformer_engine.build),
     "torch grouped_mm": Peer(torch_grouped_mm.why_not, torch_grouped_mm.build),
     "transformers eager": Peer(huggingface.why_not, partial(huggingface.build, implementation="eager")),
-    "transformers grouped_mm": Peer(huggingface.why_not, partial(huggingface.build, implementation="grouped_mm")),
+    "transformers grouped_mm": Peer(huggingface.why_not_grouped, partial(huggingface.build, implementation="grouped_mm")),
     "transformers grouped_mm compiled": Peer(
         huggingface.why_not_compiled, partial(huggingface.build, implementation="grouped_mm", compiled=True)
     ),

@@ -10,17 +10,21 @@ from torch import nn
 
 from ..inputs import Case
 from ..variants import Layer
-from .requirements import missing
+from .requirements import missing, rows_of_other_sizes
 
 
 def why_not(case: Case) -> str | None:
     return missing("transformers", "5.9")
 
 
+def why_not_grouped(case: Case) -> str | None:
+    return why_not(case) or rows_of_other_sizes(case)
+
+
 def why_not_compiled(case: Case) -> str | None:
     if case.device.type != "cuda":
         return "measured on CUDA only; a CPU build of it needs a C++ compiler and minutes"
-    return why_not(case)
+    return why_not_grouped(case)
 
 
 def build(case: Case, *, implementation: str, compiled: bool = False) -> Layer:

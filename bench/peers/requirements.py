@@ -30,3 +30,10 @@ def unsupported(case: Case, dtypes: Collection[torch.dtype], capability: tuple[i
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return f"computes in {names}; this run is in {str(case.dtype).removeprefix('torch.')}"
     return None
+
+
+def rows_of_other_sizes(case: Case) -> str | None:
+    """Why torch's grouped product cannot run on a case."""
+    if any(size * case.dtype.itemsize % 16 for size in (case.shape.H, case.shape.F)):
+        return f"needs rows of a multiple of 16 bytes; H={case.shape.H} and F={case.shape.F} are not all so"
+    return None

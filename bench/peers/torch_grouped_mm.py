@@ -8,14 +8,13 @@ from torch.nn import functional as F
 
 from ..inputs import Case
 from ..variants import Layer
+from .requirements import rows_of_other_sizes
 
 
 def why_not(case: Case) -> str | None:
     if not hasattr(F, "grouped_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
-    if any(size * case.dtype.itemsize % 16 for size in (case.shape.H, case.shape.F)):
-        return f"needs rows of a multiple of 16 bytes; H={case.shape.H} and F={case.shape.F} are not all so"
-    return None
+    return rows_of_other_sizes(case)
 
 
 def build(case: Case) -> Layer:
