@@ -71,7 +71,7 @@ def test_losses_make_nothing_larger_than_the_logits():
 
 @pytest.mark.case("M3")
 def test_no_setting_asks_for_a_buffer():
-    """megablocks PR 125: an absurd capacity setting asks for a terabyte. The one here drops slots, and makes no room for any."""
+    """megablocks PR 125: an absurd capacity setting asks for a terabyte. The one here drops slots and makes no room."""
     T, H, F, E, K = 32, 16, 8, 8, 2
     config = MoEConfig(H, F, E, router=RouterConfig(K, capacity_factor=1e12))
     moe = dMoE(config, device=DEVICE, dtype=DTYPE)
