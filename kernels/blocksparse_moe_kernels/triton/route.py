@@ -3,11 +3,12 @@
     route            logits [T, E] -> weights [T, K], ids [T, K]
     route_backward   gradient of the weights [T, K] -> gradient of the logits [T, E]
 
-A program has a few whole rows. Numbers are compared as integers of the same order, so that a maximum over a warp is one
-instruction, and NaN has its place as well. The columns of a tile are the experts of each group, padded to a power of two.
+A program has a few whole rows. Values are compared as integers of the same order, so that a maximum over a warp is one
+instruction, and NaN has its place as well. The columns of a tile are the experts of each group, padded to a power of two. Once
+the best groups of a row are known, their columns alone are loaded anew.
 
-The K largest of a row are found one by one. First with their columns in the last bits in place of those of the number: then
-there are no ties, the next one is the largest below the last, and one maximum gives both number and column. Only where two of
+The K largest of a row are found one by one. First with their experts in the last bits in place of those of the value: then
+there are no ties, the next one is the largest below the last, and one maximum gives both value and expert. Only where two of
 the K + 1 largest agree in all other bits are they looked for once more, by all of their bits.
 """
 
@@ -41,60 +42,62 @@ def _value(key):
 
 @triton.jit
 def _best(keys, number):
-    """[ROWS]: of the columns with the largest key the lowest `number`."""
+    """[ROWS]: of the columns with the largest key the lowest `number`, which is [ROWS or 1, COLUMNS]."""
     most = tl.max(keys, 1)
-    return tl.min(tl.where(keys == most[:, None], number[None, :], 2147483647), 1)
+    return tl.min(tl.where(keys == most[:, None], number, 2147483647), 1)
 
 
 @triton.jit
-def _largest(keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
-    """[ROWS, SLOTS]: columns of the TOP_K largest keys of each row, falling, of equal ones the lowest first."""
-    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
-    columns = tl.zeros((ROWS, SLOTS), tl.int32)
+def _largest(keys, number, ROWS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """[ROWS, SLOTS]: numbers of the TOP_K largest keys of each row, falling, of equal ones the lowest first."""
+    slot = tl.arange(0, SLOTS)
+    numbers = tl.zeros((ROWS, SLOTS), tl.int32)
     for k in tl.static_range(TOP_K):
-        best = _best(keys, column)
-        columns = tl.where(slot[None, :] == k, best[:, None], columns)
-        keys = tl.where(column[None, :] == best[:, None], _LEAST, keys)
-    return columns
+        best = _best(keys, number)
+        numbers = tl.where(slot[None, :] == k, best[:, None], numbers)
+        keys = tl.where(number == best[:, None], _LEAST, keys)
+    return numbers
 
 
 @triton.jit
-def _largest_if_clear(keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
-    """The same, and whether that is so [ROWS]: not where two of the TOP_K + 1 largest agree in all but the last bits."""
-    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
-    coded = ((keys ^ _LEAST) & -COLUMNS) | (COLUMNS - 1 - column)[None, :]
+def _largest_if_clear(keys, number, NUMBERS: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """The same of numbers below NUMBERS, a power of two, and whether that is so [ROWS]: not where two of the TOP_K + 1 largest
+    agree in all but the last bits."""
+    slot = tl.arange(0, SLOTS)
+    coded = ((keys ^ _LEAST) & -NUMBERS) | (NUMBERS - 1 - number)
     coded = coded.to(tl.uint32, bitcast=True)
     best = tl.max(coded, 1)
     picked = tl.where(slot[None, :] == 0, best[:, None], 0)
-    least_change = tl.full((ROWS,), COLUMNS, tl.uint32)
+    least_change = tl.full((ROWS,), NUMBERS, tl.uint32)
     for k in tl.static_range(1, TOP_K + 1):
-        if k < COLUMNS:
+        if k < keys.shape[1]:
             before = best
             # Modulo 2**32 what is picked comes to lie below all that is left.
             best = before + tl.max(coded - before[:, None], 1)
             least_change = tl.minimum(least_change, best ^ before)
             if k < TOP_K:
                 picked = tl.where(slot[None, :] == k, best[:, None], picked)
-    return COLUMNS - 1 - (picked.to(tl.int32, bitcast=True) & (COLUMNS - 1)), least_change >= COLUMNS
+    return NUMBERS - 1 - (picked.to(tl.int32, bitcast=True) & (NUMBERS - 1)), least_change >= NUMBERS
 
 
 @triton.jit
-def _exp_of_many(x):
-    """exp(x) of x <= 0 to some 22 bits; 0 of what is no normal number, which saves three instructions in five."""
+def _reciprocal_of_many(x):
+    """1 / x of x in [1, 2] to some 22 bits, in one instruction."""
     if INTERPRETED:
-        return tl.exp(x)
+        return 1 / x
     else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _exp(x, PRECISE: tl.constexpr):
     """exp(x) of x <= 0. PRECISE: with a relative error that does not grow with x, as of weights that are small; whole powers of
-    two are taken out by log 2 in two parts."""
+    two are taken out by log 2 in two parts. Else 0 where it is no normal number, which saves three instructions in five."""
     if not PRECISE:
-        return tl.exp(x)
+        if INTERPRETED:
+            return tl.exp(x)
+        exponent = x * 1.4426950408889634
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], tl.float32, is_pure=True, pack=1)
     x = tl.where(x < -200.0, -200.0, x)  # NaN stays
     whole = tl.floor(x * 1.4426950408889634 + 0.5)
     rest = (x - whole * 0.693145751953125) - whole * 1.4286068203094172e-06
@@ -111,7 +114,8 @@ def _log1p(x):
 @triton.jit
 def _sigmoid(x, PRECISE: tl.constexpr):
     part = _exp(-tl.abs(x), PRECISE)
-    return tl.where(x < 0, part, 1.0) / (1 + part)
+    above = tl.where(x < 0, part, 1.0)
+    return above / (1 + part) if PRECISE else above * _reciprocal_of_many(1 + part)
 
 
 @triton.jit
@@ -121,28 +125,42 @@ def _softplus(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def _row_softmax(logits, PRECISE: tl.constexpr):
-    """Of [ROWS, E]: exp(logits - largest) and its sum [ROWS], and the largest [ROWS]."""
-    largest = tl.max(logits, 1)
-    exponentials = _exp(logits - largest[:, None], PRECISE)
-    return exponentials, tl.sum(exponentials, 1), largest
+    """Of [ROWS, E]: exp(logits - largest) and its sum [ROWS]."""
+    exponentials = _exp(logits - tl.max(logits, 1)[:, None], PRECISE)
+    return exponentials, tl.sum(exponentials, 1)
 
 
 @triton.jit
-def _softmax_of_keys(logits, keys):
-    """The sum of exp(logits - largest) and the largest, by the keys of the logits, of which a maximum is one instruction."""
-    largest = _value(tl.max(keys, 1))
-    return tl.sum(_exp_of_many(logits - largest[:, None]), 1), largest
+def _softmax_of_many(logits):
+    """The sum of exp(logits - largest) of each row, and the largest: by keys, of which a maximum is one instruction."""
+    largest = _value(tl.max(_key(logits), 1))
+    return tl.sum(_exp(logits - largest[:, None], False), 1), largest
 
 
 @triton.jit
-def _score(logits, SCORE: tl.constexpr, PRECISE: tl.constexpr):
+def _score(logits, total, largest, SCORE: tl.constexpr, PRECISE: tl.constexpr):
+    """Of softmax by what `_softmax_of_many` says of their rows."""
     if SCORE == "softmax":
-        exponentials, total, _ = _row_softmax(logits, PRECISE)
-        return exponentials / total[:, None]
+        return _exp(logits - largest[:, None], PRECISE) / total[:, None]
     elif SCORE == "sigmoid":
         return _sigmoid(logits, PRECISE)
     else:
         return tl.sqrt(_softplus(logits, PRECISE))
+
+
+@triton.jit
+def _selecting(
+    logits, Correction, expert, known, total, largest,
+    SCORE: tl.constexpr, SCORED: tl.constexpr, HAS_CORRECTION: tl.constexpr,
+):  # fmt: skip
+    """By what experts are chosen: their scores if SCORED, else logits, of which the order is the same; and the correction."""
+    values = logits
+    if SCORED:
+        values = _score(logits, total, largest, SCORE, False)
+    if HAS_CORRECTION:
+        values += tl.load(Correction + expert, mask=known, other=0.0)
+        values = tl.where(logits == float("-inf"), float("-inf"), values)  # no bias opens a closed expert
+    return values
 
 
 @triton.jit
@@ -170,25 +188,26 @@ def _log_score_derivative(logits, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _in_best_groups(
+def _two_largest(a, a_second, b, b_second):
+    return tl.maximum(a, b), tl.maximum(tl.minimum(a, b), tl.maximum(a_second, b_second))
+
+
+@triton.jit
+def _best_groups(
     values, known, num_groups,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    BEST_TWO: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, GROUPS * SIZE]: whether the column's group is one of the TOP_GROUPS best of its row."""
-    grouped = tl.reshape(tl.where(known[None, :], values, float("-inf")), (ROWS, GROUPS, SIZE))
-    best = tl.max(grouped, 2)
+    """[ROWS, KEPT]: the TOP_GROUPS best groups of each row, by their best expert or the sum of the best two."""
+    lowest = float("-inf")
+    grouped = tl.reshape(tl.where(known & (values == values), values, lowest), (ROWS, GROUPS, SIZE))
     if BEST_TWO:
-        level = grouped == best[:, :, None]
-        second = tl.max(tl.where(level, float("-inf"), grouped), 2)
-        best += tl.where(tl.sum(level.to(tl.int32), 2) > 1, best, second)
-    group = tl.arange(0, GROUPS)
-    keys = tl.where((group < num_groups)[None, :], _key(best), _LEAST)
-    kept = tl.zeros((ROWS, GROUPS), tl.int32)
-    for _ in tl.static_range(TOP_GROUPS):
-        is_best = group[None, :] == _best(keys, group)[:, None]
-        kept = tl.where(is_best, 1, kept)
-        keys = tl.where(is_best, _LEAST, keys)
-    return tl.reshape(tl.broadcast_to(kept[:, :, None], (ROWS, GROUPS, SIZE)), (ROWS, GROUPS * SIZE)) > 0
+        best, second = tl.reduce((grouped, tl.full((ROWS, GROUPS, SIZE), lowest, tl.float32)), 2, _two_largest)
+        best += second
+    else:
+        best = tl.max(grouped, 2)
+    group = tl.arange(0, GROUPS)[None, :]
+    return _largest(tl.where(group < num_groups, _key(best), _LEAST), group, ROWS, TOP_GROUPS, KEPT)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_groups"])
@@ -197,50 +216,51 @@ def _route_kernel(
     stride_t, stride_e, num_tokens, num_experts, num_groups,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     SCORE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_TWO: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """TOP_GROUPS is 0 where groups limit nothing. PADDED: some columns of the tile are no experts."""
-    column = tl.arange(0, GROUPS * SIZE)
-    size = num_experts // num_groups
-    expert = column // SIZE * size + column % SIZE
+    """TOP_GROUPS is 0 where groups limit nothing; KEPT and NUMBERS: powers of two for TOP_GROUPS and num_experts. PADDED: some
+    columns of the tile are no experts."""
+    SCORED: tl.constexpr = HAS_CORRECTION or (TOP_GROUPS > 0 and BEST_TWO)
+    column = tl.arange(0, GROUPS * SIZE)[None, :]
+    # A thread that has neighbouring columns leaves less of a group's maxima to others, but is slower at those of whole rows.
+    TOGETHER: tl.constexpr = TOP_GROUPS > 0 and not PADDED
+    size = SIZE if TOGETHER else num_experts // num_groups
+    expert = column if TOGETHER else column // SIZE * size + column % SIZE
     known = (column % SIZE < size) & (column // SIZE < num_groups)
     slot = tl.arange(0, SLOTS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     here = row < num_tokens
     rows = Logits + row[:, None] * stride_t
-    mask = here[:, None] & known[None, :] if PADDED else here[:, None]
-    logits = tl.load(rows + expert[None, :].to(tl.int64) * stride_e, mask=mask, other=float("-inf"))
-    values = logits
-    if HAS_CORRECTION or (TOP_GROUPS > 0 and BEST_TWO):
-        values = _score(logits, SCORE, False)
-    if HAS_CORRECTION:
-        values += tl.load(Correction + expert, mask=known, other=0.0)[None, :]
-        values = tl.where(logits == float("-inf"), float("-inf"), values)  # no bias opens a closed expert
-    keys = _key(values)
-    if PADDED:
-        keys = tl.where(known[None, :], keys, _LEAST)
+    mask = here[:, None] & known if PADDED else here[:, None]
+    logits = tl.load(rows + expert.to(tl.int64) * stride_e, mask=mask, other=float("-inf"))
+    total = tl.full((ROWS,), 1.0, tl.float32)
+    largest = tl.zeros((ROWS,), tl.float32)
+    if SCORE == "softmax" and (SCORED or not NORMALIZE):
+        total, largest = _softmax_of_many(logits)
+    values = _selecting(logits, Correction, expert, known, total, largest, SCORE, SCORED, HAS_CORRECTION)
     if TOP_GROUPS > 0:
-        kept = _in_best_groups(values, known, num_groups, ROWS, GROUPS, SIZE, TOP_GROUPS, BEST_TWO)
-        keys = tl.where(kept, keys, _LEAST)
-    columns, clear = _largest_if_clear(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
+        kept = _best_groups(values, known, num_groups, ROWS, GROUPS, SIZE, TOP_GROUPS, KEPT, BEST_TWO)
+        place = tl.arange(0, KEPT * SIZE)[None, :]
+        known = (place % SIZE < size) & (place // SIZE < TOP_GROUPS)
+        first = tl.reshape(tl.broadcast_to((kept * size)[:, :, None], (ROWS, KEPT, SIZE)), (ROWS, KEPT * SIZE))
+        expert = tl.where(known, first + place % SIZE, 0)
+        logits = tl.load(rows + expert.to(tl.int64) * stride_e, mask=here[:, None] & known, other=float("-inf"))
+        values = _selecting(logits, Correction, expert, known, total, largest, SCORE, SCORED, HAS_CORRECTION)
+    keys = _key(values)
+    if PADDED or TOP_GROUPS != KEPT:
+        keys = tl.where(known, keys, _LEAST)
+    ids, clear = _largest_if_clear(keys, expert, NUMBERS, ROWS, TOP_K, SLOTS)
     if tl.min(clear.to(tl.int32), 0) == 0:
-        columns = _largest(keys, ROWS, GROUPS * SIZE, TOP_K, SLOTS)
-    ids = columns // SIZE * size + columns % SIZE
+        ids = _largest(keys, expert, ROWS, TOP_K, SLOTS)
 
     used = here[:, None] & (slot < TOP_K)[None, :]
     chosen = tl.load(rows + ids.to(tl.int64) * stride_e, mask=used, other=float("-inf"))
     if NORMALIZE:
         chosen = tl.where((slot < TOP_K)[None, :], _log_score(chosen, SCORE), float("-inf"))
-        exponentials, total, _ = _row_softmax(chosen, True)
+        exponentials, total = _row_softmax(chosen, True)
         weights = exponentials / total[:, None]
-    elif SCORE == "softmax":
-        if HAS_CORRECTION or TOP_GROUPS > 0:
-            _, total, largest = _row_softmax(logits, False)
-        else:
-            total, largest = _softmax_of_keys(logits, keys)
-        weights = _exp(chosen - largest[:, None], True) / total[:, None]
     else:
-        weights = _score(chosen, SCORE, True)
+        weights = _score(chosen, total, largest, SCORE, True)
     places = row[:, None] * TOP_K + slot[None, :]
     tl.store(Weights + places, weights * SCALE, mask=used)
     tl.store(Ids + places, ids.to(tl.int64), mask=used)
@@ -268,7 +288,7 @@ def _route_backward_kernel(
             out = tl.zeros((ROWS, EXPERTS), tl.float32)
         else:
             columns = row[:, None] * stride_t + expert[None, :].to(tl.int64) * stride_e
-            exponentials, total, _ = _row_softmax(tl.load(Logits + columns, mask=mask, other=float("-inf")), False)
+            exponentials, total = _row_softmax(tl.load(Logits + columns, mask=mask, other=float("-inf")), False)
             out = exponentials * (-common / total)[:, None]
         for k in tl.static_range(TOP_K):
             chosen = tl.load(Ids + row * TOP_K + k, mask=here, other=0)
@@ -328,7 +348,8 @@ def route(
         logits, correction_bias, weights, ids, *logits.stride(), T, E, num_groups,
         ROWS=rows, GROUPS=groups, SIZE=size, TOP_K=top_k, SLOTS=next_power_of_2(top_k),
         SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, HAS_CORRECTION=correction_bias is not None,
-        TOP_GROUPS=top_groups if limited else 0, BEST_TWO=group_score == "best_two" and num_groups < E,
+        TOP_GROUPS=top_groups if limited else 0, KEPT=next_power_of_2(top_groups) if limited else 0,
+        BEST_TWO=group_score == "best_two" and num_groups < E, NUMBERS=next_power_of_2(E),
         PADDED=groups * size != E, num_warps=warps,
     )  # fmt: skip
     return weights, ids
