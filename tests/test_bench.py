@@ -474,12 +474,20 @@ def test_a_bad_option_is_refused(arguments):
         (("dMoE", "--peer", "stk"), "--peer: nobody else does dMoE here"),
         (("sdd", "--peer", "none", "--peer", "stk"), "--peer: none goes alone"),
         (("topology", "--skew", "1.2", "--shape", "8,8,8,2,2"), "Balanced is --skew 0"),
-        (("sdd", "--shape", "8,1000000,1000000,6,2", "--skew", "0", "--device", "cpu"), "Give fewer tokens or smaller sizes"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(arguments, reason):
     result = bench(*arguments)
     assert result.exit_code == 2 and reason in result.output, result.output
+
+
+def test_what_does_not_fit_is_one_line(monkeypatch):
+    def full(*arguments, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory\nand a long story")
+
+    monkeypatch.setattr(runner, "make_case", full)
+    result = bench("sdd", *ARGUMENTS)
+    assert result.exit_code == 2 and "Give fewer tokens or smaller sizes" in result.output and "story" not in result.output
 
 
 def test_experts_that_all_are_chosen_are_balanced(tmp_path):

@@ -77,7 +77,7 @@ def test_no_setting_asks_for_a_buffer():
     moe = dMoE(config, device=DEVICE, dtype=DTYPE)
     with LargestResult() as largest:
         moe(torch.randn(T, H, device=DEVICE, dtype=DTYPE)).sum().backward()
-    assert largest.nbytes <= 4 * max(T * K * 2 * F, T * H * K, E * 2 * F * H, T * E * E), "rows, weights or scores"
+    assert largest.nbytes <= 2**20, "rows, weights, scores, or scratch memory of a fixed size"
     for E in (1, 64, 4096):
         ids = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
         assert Topology.from_ids(ids, E).schedule(128).capacity == 1
