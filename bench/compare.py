@@ -12,7 +12,7 @@ from .report import EQUAL, Result, figure
 
 
 def compare(old: Sequence[Result], new: Sequence[Result], console: Console) -> bool:
-    """Print the ratios of the times of all that both measured; whether one of ours got slower, or failed, or nothing is in both.
+    """Print the ratios of the times of all that both measured; whether ours got slower, or failed, or nothing is in both.
 
     Differences of at most 4 % are called equal. Roofs are compared too: one that moved says that the machine did.
     """
