@@ -1,4 +1,5 @@
-"""Group K: few compilations, whatever the number of tokens. Host syncs, graphs and torch.compile are in tests/test_moe.py."""
+"""Group K: few compilations, whatever the number of tokens. Host syncs, graphs and
+torch.compile are in tests/test_moe.py and tests/test_moe_in_pytorch.py."""
 
 from __future__ import annotations
 
