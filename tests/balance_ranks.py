@@ -7,6 +7,7 @@ FOLDER/inputs.pt holds the batch and the router's state; FOLDER/RANK.pt gets wha
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -48,10 +49,8 @@ def watched(x: Tensor, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     return counted | {"load": reading.experts["load"], "history": reading.history}
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    inputs = torch.load(folder / "inputs.pt")
+def balanced(inputs: dict) -> dict[str, object]:
+    """What balances, after a step of this rank's half of the batch."""
     layer, rank = router(inputs["state"]), dist.get_rank()
     balancer, load, losses = BiasBalancer(layer, gamma=0.01), GlobalLoad(), []
     for x in inputs["x"].chunk(2)[rank].chunk(inputs["micro_batches"]):
@@ -60,11 +59,20 @@ def main(folder: Path) -> None:
         (losses[-1] / inputs["micro_batches"]).backward()
     dist.all_reduce(layer.weight.grad)
     balancer.step()
-    found = {"grad": layer.weight.grad / 2, "losses": torch.stack(losses).detach(), "bias": layer.correction_bias}
-    found["shared"] = shared_alone(inputs["x"])
-    found["watched"] = watched(inputs["x"].chunk(2)[rank], dist.group.WORLD)
+    return {"grad": layer.weight.grad / 2, "losses": torch.stack(losses).detach(), "bias": layer.correction_bias}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    inputs, rank = torch.load(folder / "inputs.pt"), dist.get_rank()
+    found = balanced(inputs) | {
+        "shared": shared_alone(inputs["x"]),
+        "watched": watched(inputs["x"].chunk(2)[rank], dist.group.WORLD),
+    }
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
+    gc.collect()  # what still holds the group; its threads must end before the interpreter does
     dist.destroy_process_group()
 
 

@@ -96,6 +96,22 @@ def fresh_memory(monkeypatch: pytest.MonkeyPatch):
     return memory
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Backends of the expert MLPs that this package computed for a Hugging Face model, in order."""
+    from blocksparse_moe.integrations.huggingface import experts
+
+    made: list[str] = []
+
+    def counted(*args, backend: str, **named) -> torch.Tensor:
+        made.append(backend)
+        return expert_mlp(*args, backend=backend, **named)
+
+    expert_mlp = experts.expert_mlp
+    monkeypatch.setattr(experts, "expert_mlp", counted)
+    return made
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--case",
