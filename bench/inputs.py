@@ -138,6 +138,15 @@ def make_router(case: Case) -> tuple[Tensor, Tensor]:
     return x.to(case.dtype), gate.to(case.dtype).contiguous()
 
 
+def make_logits(case: Case) -> Tensor:
+    """[T, E] fp32, of which the K largest of a token are those of `case.expert_ids`. Those of a token are as many numbers at
+    equal distances, so that no rounding decides between two of them."""
+    T, E = case.shape.T, case.shape.E
+    order = torch.rand(T, E, generator=torch.Generator().manual_seed(0)).to(case.device)
+    ranks = order.scatter_add(1, case.expert_ids, torch.ones_like(order[:, : case.shape.K])).argsort(dim=1).argsort(dim=1)
+    return torch.linspace(-2, 2, E, device=case.device)[ranks]
+
+
 def _routing(shape: Shape, skew: float, random: torch.Generator) -> tuple[Tensor, str]:
     """Expert ids [T, K], and the routing in words."""
     if skew == 0:

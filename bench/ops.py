@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activati
 
 from .check import reference_dtype
 from .decoder import IMPLEMENTATIONS, decoder_layer
-from .inputs import Case, make_router, random_dense, random_sparse, rows_of
+from .inputs import Case, make_logits, make_router, random_dense, random_sparse, rows_of
 from .layers import expected_layer, layer_tasks
 from .lineup import Choice, and_gradients, copy_of, name_of, ours, part, wide
 from .low_precision import low_precision
@@ -118,40 +118,52 @@ def router(case: Case, choice: Choice) -> list[Task]:
 
 
 def route(case: Case, choice: Choice) -> list[Task]:
-    """From logits to experts and weights, without the gate, and its gradient; the roof is a copy of as many bytes."""
-    config, (x, gate) = _router_config(case), make_router(case)
-    logits = (x.float() @ gate.float().T).requires_grad_()
-    grad = torch.randn(case.shape.T, case.shape.K, device=case.device)
+    """From logits to experts and weights by several routers, without the gate; the roof is a copy of as many bytes."""
+    logits = make_logits(case)
+    leaf, grad = logits.clone().requires_grad_(), torch.randn(case.shape.T, case.shape.K, device=case.device)
+    variants: dict[str, list[Variant]] = {"forward": [], "forward+backward": []}
+    for name, config in _routers(case).items():
+        bias = torch.zeros(case.shape.E, device=case.device) if config.correction_bias else None
+        expected = cache(partial(_expected_route, logits, grad, config, bias))
+        for backend in choice.backends_for(case):
 
-    def forward(backend: str) -> Callable[[], tuple[Tensor, ...]]:
-        return lambda: choose_experts(logits.detach(), None, config, backend)
+            def forward(config=config, bias=bias, backend=backend) -> tuple[Tensor, ...]:
+                return choose_experts(logits, bias, config, backend)
 
-    def backward(backend: str) -> Callable[[], tuple[Tensor, ...]]:
-        weights, _ = choose_experts(logits, None, config, backend)
-        return lambda: torch.autograd.grad(weights, logits, grad, retain_graph=True)
+            def forward_backward(config=config, bias=bias, backend=backend) -> tuple[Tensor, ...]:
+                weights, ids = choose_experts(leaf, bias, config, backend)
+                return weights.detach(), ids, *torch.autograd.grad(weights, leaf, grad)
 
-    def expected() -> tuple[Tensor, ...]:
-        _, weights, ids = _reference_route(logits.detach(), config)
-        return weights, ids
-
-    def expected_gradient() -> tuple[Tensor, ...]:
-        leaf = wide(logits.detach()).requires_grad_()
-        return torch.autograd.grad(_reference_route(leaf, config)[1], leaf, wide(grad))
-
-    backends = choice.backends_for(case)
-    moved = logits.nbytes + 12 * grad.numel()  # weights in fp32, ids in int64
-    runs = [Variant(name_of(backend), "ours", forward(backend)) for backend in backends]
-    gradients = [Variant(name_of(backend), "ours", backward(backend)) for backend in backends]
-    moved_back = moved + grad.nbytes
+            for stage, run in (("forward", forward), ("forward+backward", forward_backward)):
+                variants[stage].append(Variant(f"{name_of(backend)}, {name}", "ours", run, expected=expected))
+    chosen = 12 * grad.numel()  # weights in fp32, ids in int64
+    moved = {"forward": logits.nbytes + chosen, "forward+backward": 3 * logits.nbytes + 2 * chosen + grad.nbytes}
     return [
-        part("route", [*runs, copy_of(case, moved)], expected, moved=moved),
-        part("route", [*gradients, copy_of(case, moved_back)], expected_gradient, stage="backward", moved=moved_back),
+        part("route", [*variants[stage], copy_of(case, moved[stage])], tuple, stage=stage, moved=moved[stage])
+        for stage in variants
     ]
 
 
-def _reference_route(logits: Tensor, config: blocksparse_moe.RouterConfig) -> tuple[Tensor, ...]:
-    identity = torch.eye(logits.shape[1], dtype=reference_dtype(logits.dtype), device=logits.device)
-    return reference.router(wide(logits), identity, config.top_k, normalize=config.normalize)
+def _routers(case: Case) -> dict[str, blocksparse_moe.RouterConfig]:
+    """Two by softmax, and DeepSeek-V3's, with as many groups as there can be."""
+    E, K = case.shape.E, case.shape.K
+    groups = next(groups for groups in (8, 4, 2, 1) if E % groups == 0 and E // groups * max(1, groups // 2) >= K)
+    deepseek = blocksparse_moe.RouterConfig(
+        K, score="sigmoid", normalize=K > 1, scaling_factor=2.5, correction_bias=True, num_groups=groups,
+        top_groups=max(1, groups // 2),
+    )  # fmt: skip
+    softmax = {"softmax": blocksparse_moe.RouterConfig(K, normalize=False), "sigmoid in groups": deepseek}
+    return ({"softmax, normalised": blocksparse_moe.RouterConfig(K, normalize=True)} if K > 1 else {}) | softmax
+
+
+def _expected_route(
+    logits: Tensor, grad: Tensor, config: blocksparse_moe.RouterConfig, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    leaf, identity = wide(logits).requires_grad_(), torch.eye(logits.shape[1], device=logits.device)
+    names = ("normalize", "score", "scaling_factor", "num_groups", "top_groups", "group_score")
+    options = {name: getattr(config, name) for name in names}
+    _, weights, ids = reference.router(leaf, wide(identity), config.top_k, correction_bias=bias, **options)
+    return weights.detach(), ids, *torch.autograd.grad(weights, leaf, wide(grad))
 
 
 def topology(case: Case, choice: Choice) -> list[Task]:

@@ -33,6 +33,7 @@ class Variant:
         comparable: those results in the order and layout of the task's `expected`; for the check, not timed.
         tolerance: of the check, where it is not that of the dtype: see `check.disagreement`.
         moved: bytes that a roof reads and writes; 0 of one that multiplies.
+        expected: makes what this variant should give, where it is not what the task says; results may be fewer.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Variant:
     comparable: Callable[[Tensors], Tensors] = as_they_are
     tolerance: tuple[float, float] | None = None
     moved: int = 0
+    expected: Callable[[], Tensors] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from bench import layers, ops, peers, runner
 from bench.__main__ import app
 from bench.check import disagreement
 from bench.faults import FAULTS
-from bench.inputs import HOTTEST, Case, even_routing, make_case, make_router, skewed_routing
+from bench.inputs import HOTTEST, Case, even_routing, make_case, make_logits, make_router, skewed_routing
 from bench.layers import expected_layer
 from bench.lineup import STAGES, Choice, stage_of
 from bench.ops import OPS
@@ -387,6 +387,21 @@ def test_the_router_follows_the_drawn_routing(skew, dtype):
     assert torch.equal(expert_ids, case.expert_ids)
     with pytest.raises(ValueError, match="E <= H"):
         make_router(replace(case, shape=replace(case.shape, H=64)))
+
+
+def test_logits_follow_the_drawn_routing():
+    case = make_case(Shape("", T=64, H=8, F=8, E=128, K=8), 1.2, dtype=torch.float32, device=torch.device("cpu"))
+    logits = make_logits(case)
+    assert torch.equal(logits.topk(8).indices.sort().values, case.expert_ids.sort().values)
+    assert logits.sort().values.diff().min() > 0.03
+
+
+@pytest.mark.parametrize("shape", [TINY, replace(TINY, E=64, K=8), replace(TINY, E=7, K=1)])
+def test_routers_agree_with_their_references(shape):
+    case = make_case(shape, 1.2, dtype=torch.float32, device=torch.device("cpu"))
+    for task in ops.route(case, Choice(backends=("torch", "triton"))):
+        checks = {result.variant: result.check for result in run_task(task, case, seconds=0, windows=1)}
+        assert checks.pop("copy") == "roof" and set(checks.values()) == {"ok"} and len(checks) in (4, 6), checks
 
 
 def test_balanced_routing_is_even():
