@@ -171,6 +171,7 @@ class Experts(nn.Module):
             f"{config.num_experts} experts, H={config.hidden_size}, F={config.columns}, {config.activation}, "
             f"bias={config.bias}, backend={self.execution.backend!r}"
             + (f", precision={self.execution.precision!r}" if self.execution.precision else "")
+            + (", require_fused=True" if self.execution.require_fused else "")
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocksparse_moe_kernels import Topology, get_activation
-from blocksparse_moe_kernels.launch import check_operands, check_shape, check_weights
+from blocksparse_moe_kernels.launch import check_operands, check_shape, check_type, check_weights
 from blocksparse_moe_kernels.mxfp8 import MXFP8
 
 from . import custom_ops as custom_ops
@@ -50,6 +50,8 @@ def quantize_experts(up_proj: Tensor, down_proj: Tensor, *, backend: str = "auto
     Raises:
         ValueError: shapes; NotImplementedError: the backend cannot.
     """
+    for name, weight in (("up_proj", up_proj), ("down_proj", down_proj)):
+        check_type("quantize_experts", name, weight, Tensor, "Give the stacked weights of the experts.")
     if up_proj.ndim == 4:
         up_proj = up_proj.flatten(1, 2)
     E, H, F = down_proj.shape if down_proj.ndim == 3 else (0, 0, 0)
@@ -85,6 +87,7 @@ def mxfp8_expert_mlp(
         [T, H] in the dtype of x, or autocast's.
     Otherwise as `ops.expert_mlp`.
     """
+    check_type("mxfp8_expert_mlp", "experts", experts, MXFP8Experts, "Make them by quantize_experts(up_proj, down_proj).")
     codes = (experts.up_proj.codes, experts.down_proj.codes)
     check_operands(
         "mxfp8_expert_mlp", topology, x=x, routing_weights=routing_weights, up_proj=codes[0], down_proj=codes[1],
@@ -97,6 +100,10 @@ def mxfp8_expert_mlp(
     check_shape("mxfp8_expert_mlp", "x", x, ((topology.num_tokens, H),))
     if topology.num_experts != E:
         raise ValueError(f"mxfp8_expert_mlp: the topology covers {topology.num_experts} experts; the weights are of {E}.")
+    if up_proj_bias is not None:
+        check_shape("mxfp8_expert_mlp", "up_proj_bias", up_proj_bias, ((E, rows), (E, rows // F, F)))
+    if down_proj_bias is not None:
+        check_shape("mxfp8_expert_mlp", "down_proj_bias", down_proj_bias, ((E, H),))
     dtype = autocast_dtype(x) or x.dtype
     up_bias = None if up_proj_bias is None else up_proj_bias.to(dtype).reshape(E, rows)
     down_bias = None if down_proj_bias is None else down_proj_bias.to(dtype).reshape(E, H)

@@ -63,9 +63,18 @@ class GroupedLinear(nn.Module):
     """As `transformer_engine.pytorch.GroupedLinear`, which reads its weights by name in each call."""
 
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        params_dtype: torch.dtype,
+        device: str,
+        use_grouped_tensor: bool = True,
     ) -> None:
         super().__init__()
+        assert not use_grouped_tensor, "splits on the host are for the path by streams"
         self.num_gemms, self.bias, self.fuse_wgrad_accumulation = num_gemms, bias, False
         for i in range(num_gemms):
             self.register_parameter(f"weight{i}", nn.Parameter(torch.empty(out_features, in_features, device=device)))

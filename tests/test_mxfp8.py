@@ -130,6 +130,24 @@ def test_rounding_is_bounded_and_changes_nothing_twice(x):
         assert numbers.abs().max() <= 448 * 2.0 ** (scale - 127), "nothing saturates"
 
 
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits(backend, dtype):
+    """In blocks of their own, and beside others of all sizes."""
+    numbers = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(dtype)
+    for x in (numbers.view(-1, 32), numbers.view(32, -1).T):
+        assert_same(mxfp8_launchers(backend).quantize(x), *reference.mxfp8_quantize(x.contiguous()))
+
+
+@each_backend
+def test_more_than_three_axes(backend):
+    x = torch.randn(2, 3, 5, 40, device=DEVICE)
+    for axis in (-1, -2):
+        found, flat = mxfp8_launchers(backend).quantize(x, axis), mxfp8_launchers(backend).quantize(x.flatten(0, 1), axis)
+        assert torch.equal(found.codes.view(torch.uint8).flatten(0, 1), flat.codes.view(torch.uint8))
+        assert torch.equal(found.scales.flatten(0, 1), flat.scales)
+
+
 def test_bytes():
     weight = quantize(torch.randn(4, 64, 96, dtype=torch.bfloat16))
     assert weight.nbytes == 33 / 32 * 4 * 64 * 96

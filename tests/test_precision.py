@@ -71,6 +71,31 @@ def test_compiled_in_a_precision(precision, backend):
     assert torch.equal(compiled(x), layer(x))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"precision": "fp8_block"}, "has no fp8_block; backend='te' has it"),
+        ({"precision": "nvfp4"}, "has no nvfp4; backend='te' has it"),
+        ({"require_fused": True}, "has no fused grouped MLP"),
+    ],
+)
+def test_what_a_backend_never_has_is_refused_at_once(backend, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        dMoE(CONFIG, device="meta", backend=backend, **wanted)
+
+
+@pytest.mark.parametrize("backend", [[], {}, None, 3])
+def test_a_backend_is_a_name(backend):
+    with pytest.raises(ValueError, match=r"backend: .* is not known"):
+        dMoE(CONFIG, device="meta", backend=backend)
+
+
+def test_a_dtype_that_nobody_computes_in_is_reported():
+    layer = dMoE(CONFIG, device=DEVICE).to(torch.float8_e4m3fn)
+    assert "nothing runs here" in layer.backend_report()
+
+
 def test_experts_of_unequal_size_are_refused():
     layer = dMoE(MoEConfig(64, (32, 64), 2), device=DEVICE, precision="mxfp8")
     with pytest.raises(NotImplementedError, match="where experts have one size; these differ"):

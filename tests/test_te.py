@@ -6,9 +6,10 @@ import copy
 import pickle
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,7 @@ def fresh_load():
     [
         (None, None, r"needs Transformer Engine >= 2.17, which is not installed \(pip install 'blocksparse-moe\[te\]'\)"),
         ("2.16.1", None, "needs Transformer Engine >= 2.17; found 2.16.1"),
+        ("main-abc", None, "found one whose version is 'main-abc', which cannot be compared"),
         (
             "2.20.2",
             ImportError("undefined symbol: cublasLt"),
@@ -195,6 +197,48 @@ def test_every_condition_is_named(on):
     text = report(spec("mxfp8"))
     assert "fused grouped MLP; the conditions:" in text and "unfused" not in text and "FAILS" not in text
     assert "never run here by this project" in text and "padded to 256" in text
+    assert "first weight is copied" in text and "streams" not in text
+
+
+@pytest.mark.parametrize(("registered", "fails"), [(True, []), (False, ["NVTE_CUTEDSL_FUSED_GROUPED_MLP", "registered"])])
+def test_a_variable_that_may_have_come_too_late(on, registered, fails):
+    engine = replace(BLACKWELL, imported_before=True, fused_registered=registered)
+    failing = [condition for condition in conditions(engine, "mxfp8", spec("mxfp8")) if not condition.holds]
+    assert len(failing) == len(fails) and all(words in str(one) for words, one in zip(fails, failing, strict=True))
+    on(engine)
+    assert "set to 1 now, but it was imported before this package could look" in report(spec("mxfp8"))
+
+
+def test_the_variable_is_read_before_the_import(monkeypatch, fresh_load):
+    def imported(name: str) -> ModuleType:
+        monkeypatch.setenv(te_engine.FUSED_VARIABLE, "1")
+        return ModuleType(name)
+
+    monkeypatch.delenv(te_engine.FUSED_VARIABLE, raising=False)
+    monkeypatch.setattr(te_engine, "installed", lambda: "2.20.2")
+    monkeypatch.setattr(te_engine, "import_module", imported)
+    assert isinstance(te_engine.load(), ModuleType)
+    assert te_engine._at_import.fused_variable is None
+
+
+def test_a_frontend_of_no_version(on):
+    (condition,) = (
+        one
+        for one in conditions(replace(BLACKWELL, cudnn_frontend="main-abc"), "mxfp8", spec("mxfp8"))
+        if "frontend" in one.needs
+    )
+    assert not condition.holds and "main-abc" in str(condition)
+
+
+@pytest.mark.parametrize(
+    ("precision", "advice"),
+    [("mxfp8", "emulates mxfp8 without it"), ("fp8_block", "precision=\"mxfp8\" with backend='auto'"), (None, "needs none")],
+)
+def test_what_runs_without_it(on, precision, advice):
+    on("needs Transformer Engine >= 2.17, which is not installed")
+    for device in (CUDA, torch.device("cpu")):
+        with pytest.raises(NotImplementedError, match=re.escape(advice)):
+            select(spec(precision, device=device))
 
 
 @pytest.mark.parametrize(
@@ -328,6 +372,84 @@ def test_the_whole_path(stand_in, precision):
     agrees()
 
 
+def test_second_order_gradients_say_what_to_do(stand_in):
+    moe = dMoE(MoEConfig(24, 16, 4, router=RouterConfig(top_k=2)), device=DEVICE, backend="te")
+    x = torch.randn(6, 24, device=DEVICE, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"second-order gradients are not implemented.*create_graph=True"):
+        torch.autograd.grad(moe(x).square().sum(), x, create_graph=True)
+    assert torch.autograd.grad(moe(x).square().sum(), x)[0].any()
+
+
+def test_threads_share_a_layer(stand_in):
+    experts, topology = layer(), Topology.from_ids(torch.randint(4, (50, 1), device=DEVICE), 4)
+    x = torch.randn(50, 24, device=DEVICE)
+    expected = experts(x, topology)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: experts(x, topology), range(60)))
+    assert all(torch.equal(y, expected) for y in results)
+
+
+class _Fused(SimpleNamespace):
+    """`transformer_engine.pytorch.ops` in a few lines, which run as one op."""
+
+    class GroupedLinear(torch.nn.Module):
+        def __init__(self, number, inside, outside, *, bias, dtype, device):
+            super().__init__()
+            for i in range(number):
+                weight = torch.nn.Parameter(torch.empty(outside, inside, dtype=dtype, device=device))
+                self.register_parameter(f"weight{i}", weight)
+
+    class ScaledSwiGLU(torch.nn.Module):
+        def __init__(self, glu_interleave_size):
+            super().__init__()
+            self.size = glu_interleave_size
+
+    class Sequential(torch.nn.Module):
+        ran = "GroupedMLP_CuTeGEMMGLU"
+
+        def __init__(self, *ops):
+            super().__init__()
+            self.ops = ops
+
+        def forward(self, x, splits, scales, same):
+            up, activation, down = self.ops
+            assert torch.equal(splits, same) and not (splits % 256).any() and int(splits.sum()) == len(x) == len(scales)
+            self._module_groups = [SimpleNamespace(_forward_ops=[(type(self.ran, (), {})(), [0])])]
+            parts = []
+            for i, (rows, weights) in enumerate(zip(x.split(splits.tolist()), scales.split(splits.tolist()), strict=True)):
+                gate, linear = (rows @ getattr(up, f"weight{i}").T).unflatten(1, (-1, 2, activation.size)).unbind(2)
+                hidden = (torch.nn.functional.silu(gate) * linear).flatten(1) * weights[:, None]
+                parts.append(hidden @ getattr(down, f"weight{i}").T)
+            return torch.cat(parts)
+
+
+@pytest.fixture
+def fused_stand_in(stand_in, monkeypatch):
+    ops = _Fused(GroupedLinear=_Fused.GroupedLinear, ScaledSwiGLU=_Fused.ScaledSwiGLU, Sequential=_Fused.Sequential)
+    monkeypatch.setattr(te_products, "import_module", lambda name: ops)
+    monkeypatch.setattr(te_backend, "_failing", lambda engine, spec: [])
+
+
+def test_the_fused_path(fused_stand_in):
+    """Rows of 256, the first weight in the order of the fused kernel, and gradients of everything."""
+    config = MoEConfig(64, 64, 4, router=RouterConfig(top_k=2), init_std=0.2)
+    ours = Experts(config, device=DEVICE, backend="te", precision="mxfp8")
+    theirs = copy.deepcopy(ours)
+    theirs.execution = Execution("torch")
+    topology = Topology.from_ids(torch.tensor([[0, 1], [1, 3], [3, -1]], device=DEVICE), 4)
+    x, grad, weights = torch.randn(3, 64, device=DEVICE), torch.randn(3, 64, device=DEVICE), torch.rand(3, 2, device=DEVICE)
+    found, expected = (gradients(experts, x, topology, weights, grad) for experts in (ours, theirs))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_unfused_in_place_of_fused_is_an_error(fused_stand_in, monkeypatch):
+    monkeypatch.setattr(_Fused.Sequential, "ran", "ForwardGroupedLinear")
+    experts = Experts(MoEConfig(64, 64, 4), device=DEVICE, backend="te", precision="mxfp8")
+    with pytest.raises(RuntimeError, match="took ForwardGroupedLinear in place of the fused grouped MLP"):
+        experts(torch.randn(3, 64, device=DEVICE), Topology.from_ids(torch.tensor([[0], [1], [3]], device=DEVICE), 4))
+
+
 def test_dropped_slots_give_exact_zeros(stand_in):
     topology = Topology.from_ids(torch.tensor([[0, -1], [-1, 7], [3, 3]], device=DEVICE), 4)
     weights = torch.full((3, 2), 0.5, device=DEVICE)
@@ -357,6 +479,22 @@ def test_main_grad(stand_in, flag):
         torch.testing.assert_close(mine.main_grad - 1, other.grad, rtol=1e-4, atol=1e-5)
         assert mine.grad is None if not flag else (mine.grad == 0).all()
         assert not flag or mine.grad_added_to_main_grad
+
+
+def test_main_grad_of_two_backward_passes_through_one_graph(stand_in):
+    experts, topology = layer(), Topology.from_ids(torch.randint(4, (9, 1), device=DEVICE), 4)
+    for parameter in experts.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+    loss = experts(torch.randn(9, 24, device=DEVICE), topology).square().sum()
+    loss.backward(retain_graph=True)
+    once = [parameter.main_grad.clone() for parameter in experts.parameters()]
+    for parameter in experts.parameters():
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
+    loss.backward()
+    for parameter, first in zip(experts.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.main_grad, 2 * first)
+        assert parameter.grad_added_to_main_grad and parameter.grad is not None and not parameter.grad.any()
 
 
 def test_a_main_grad_that_comes_after_the_forward_is_not_for_it(stand_in):
@@ -458,6 +596,25 @@ def test_a_patched_model(stand_in, families):
             twin = copy.deepcopy(model)
             torch.testing.assert_close(twin(**given).logits, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(model(**given).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("jetmoe", "_of_linears"), ("llama4", "_transposed"), ("longcat_flash", "_of_routed"), ("step3p7", "_as_they_are")],
+)
+def test_adapted_models_are_judged_by_their_own_weights(families, name, sizes, monkeypatch):
+    from blocksparse_moe import patch_huggingface
+    from blocksparse_moe.integrations.huggingface import adapters, patch
+
+    seen = []
+    monkeypatch.setattr(patch, "select", lambda spec: seen.append(spec) or select(spec))
+    model = families.build(name, DEVICE)
+    handle = patch_huggingface(model, precision="mxfp8")
+    assert len(seen) == len(handle.layers) > 0
+    for spec, layer in zip(seen, handle.layers, strict=True):
+        assert spec.activation == layer.activation != "silu"
+        E, H, F = getattr(adapters, sizes)(model.get_submodule(layer.name)).down.shape
+        assert (spec.columns, spec.hidden_size) == (Columns.equal(F, E), H)
 
 
 def test_models_that_it_cannot_compute(stand_in, families):

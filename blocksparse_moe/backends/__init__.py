@@ -88,17 +88,24 @@ PRECISIONS = ("bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4
 
 def check_name(name: str) -> str:
     """`name` itself; ValueError unless it is "auto" or a backend."""
-    if name != "auto" and name not in BACKENDS:
+    if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
         raise ValueError(f"backend: {name!r} is not known; choose one of auto, {', '.join(BACKENDS)}.")
     return name
 
 
 def check_execution(execution: Execution) -> Execution:
-    """`execution` itself; ValueError or TypeError unless backend and precision are known."""
-    check_name(execution.backend)
-    if execution.precision is not None and execution.precision not in PRECISIONS:
-        raise ValueError(f"precision: {execution.precision!r} is not known; choose one of {', '.join(PRECISIONS)}, or None.")
-    check_type("backend", "require_fused", execution.require_fused, bool, "Give True or False.")
+    """`execution` itself; ValueError or TypeError unless backend and precision are known, and such that one has the other."""
+    name, precision = check_name(execution.backend), execution.precision
+    if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
+        raise ValueError(f"precision: {precision!r} is not known; choose one of {', '.join(PRECISIONS)}, or None.")
+    check_type("experts", "require_fused", execution.require_fused, bool, "Give True or False.")
+    if name in ("triton", "torch") and precision not in (None, *ProductBackend.precisions):
+        raise ValueError(
+            f"precision: backend {name!r} has no {precision}; backend='te' has it on a CUDA device, and backend {name!r} "
+            'precision="mxfp8".'
+        )
+    if name in ("triton", "torch") and execution.require_fused:
+        raise ValueError(f"require_fused: backend {name!r} has no fused grouped MLP of Transformer Engine; use backend='te'.")
     return execution
 
 
@@ -133,7 +140,7 @@ def report(spec: ExpertSpec) -> str:
     chosen = None
     try:
         backend, reason = select(spec)
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, ValueError, TypeError) as error:
         lines = [f"nothing runs here: {error} {describe_versions()}"]
     else:
         chosen = backend.name

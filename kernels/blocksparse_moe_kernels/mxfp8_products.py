@@ -16,8 +16,9 @@ from torch import Tensor
 from . import torch_products
 from .activations import Activation
 from .block_sparse import BlockSparse, Columns
+from .config import ceil_div
 from .launch import check_shape
-from .mxfp8 import MXFP8
+from .mxfp8 import BLOCK, MXFP8
 from .reference import Order
 from .topology import Topology
 
@@ -91,6 +92,10 @@ def check_row_product(
     rows = topology.num_tokens if order == "tokens" else topology.num_slots
     if tuple(x.shape) != (rows, K):
         raise ValueError(f'{operation}: with order="{order}" x must be [{rows}, {K}]; got {list(x.shape)}.')
+    for name, operand in (("the weight", w), ("x", x)):
+        if isinstance(operand, MXFP8):
+            wanted = (*operand.shape[:-1], ceil_div(K, BLOCK))
+            check_shape(operation, f"scales of {name}", operand.scales, (wanted,))
     if activation is not None and N % activation.halves:
         raise ValueError(f"{operation}: a gated weight is [E, 2F, H], gate rows then up rows; got {list(w.shape)}.")
     if bias is not None:

@@ -26,9 +26,13 @@ if TYPE_CHECKING:
 LIMITS = (
     "each forward pass reads the rows of each expert on the host, once: no CUDA graphs",
     "torch.compile breaks the graph here",
-    "GEMMs are spread over a few streams, one an expert; results do not depend on that",
 )
-"""What Transformer Engine itself cannot do, for the report."""
+"""What a layer gives up on this backend, for the report."""
+
+PROVEN_ON = (9, 0)
+"""Compute capability on which the proven recipes have run."""
+
+UNFUSED = "GEMMs are spread over a few streams, one an expert; results do not depend on that"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -40,7 +44,7 @@ class TransformerEngine:
 
     def why_not(self, spec: ExpertSpec) -> str | None:
         if spec.device.type != "cuda":
-            return f"needs a CUDA device; the tensors are on {spec.device.type}"
+            return f"needs a CUDA device; the tensors are on {spec.device.type}" + _without(spec)
         if not spec.columns.are_equal:
             return "multiplies experts of one size only; these differ. Use backend='triton'"
         if spec.dtype not in _DTYPES:
@@ -49,7 +53,7 @@ class TransformerEngine:
             return "does not recompute (recompute=True); wrap the layer in transformer_engine.pytorch.checkpoint"
         engine = ask(spec.device)
         if isinstance(engine, str):
-            return engine
+            return engine + _without(spec)
         precision = _precision(spec)
         activation = get_activation(spec.activation)
         sizes = (spec.hidden_size, spec.columns.widest, activation.halves * spec.columns.widest)
@@ -76,13 +80,12 @@ class TransformerEngine:
             f"Transformer Engine {engine.version}, cuBLASLt {_dotted(engine.cublaslt)}",
             f"precision {_precision(spec)}: {recipe.name or f'GEMMs in {spec.dtype}'}, rows of each expert padded to "
             f"{FUSED_ALIGNMENT if is_fused else recipe.alignment}"
-            + ("" if recipe.proven else "; never run here by this project"),
+            + ("" if recipe.proven and engine.capability == PROVEN_ON else "; never run here by this project"),
             f"{'fused' if is_fused else 'unfused'} grouped MLP; the conditions:",
             *(f"  {condition}" for condition in conditions(engine, _precision(spec), spec)),
         ]
-        if is_fused:
-            lines.append("the first weight is copied in each step, in the order that the fused kernel wants")
-        return lines + list(LIMITS)
+        how = "the first weight is copied in each step, in the order that the fused kernel wants" if is_fused else UNFUSED
+        return [*lines, how, *LIMITS]
 
     def experts(
         self,
@@ -97,6 +100,16 @@ class TransformerEngine:
         engine = ask(spec.device)
         assert isinstance(engine, Engine)
         return experts(x, topology, routing_weights, weights, spec, fused=not _failing(engine, spec))
+
+
+def _without(spec: ExpertSpec) -> str:
+    """What can be had where Transformer Engine cannot be asked, for whoever asked for it."""
+    precision = spec.execution.precision
+    if precision == "mxfp8":
+        return ". backend='auto' emulates mxfp8 without it"
+    if precision not in (None, "bf16"):
+        return ". The nearest that runs without it is precision=\"mxfp8\" with backend='auto', which emulates it"
+    return ". backend='auto' needs none" if spec.execution.backend == "te" else ""
 
 
 def _precision(spec: ExpertSpec) -> str:

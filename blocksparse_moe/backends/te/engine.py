@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module, metadata
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +40,8 @@ class Engine:
         capability: compute capability of the device.
         available: for each of `QUESTIONS`, None if it runs, else Transformer Engine's reason.
         cublaslt: version of the library that multiplies, as 130100 for 13.1.
-        fused_variable: value of `FUSED_VARIABLE` at import, None if it was not set.
+        fused_variable: value of `FUSED_VARIABLE` when Transformer Engine was imported, None if it was not set.
+        imported_before: somebody else imported it, so that the value is the one that was found when it was first asked here.
         cudnn_frontend: version of nvidia-cudnn-frontend, None if it is not installed.
         fused_registered: whether the fused grouped MLP says that it is supported.
     """
@@ -50,6 +53,17 @@ class Engine:
     fused_variable: str | None
     cudnn_frontend: str | None
     fused_registered: bool
+    imported_before: bool = False
+
+
+class AtImport(NamedTuple):
+    """What was found before Transformer Engine was imported here."""
+
+    fused_variable: str | None = None
+    imported_before: bool = False
+
+
+_at_import = AtImport()
 
 
 def installed() -> str | None:
@@ -66,11 +80,18 @@ def load() -> ModuleType | str:
     version = installed()
     if version is None:
         return f"needs Transformer Engine >= {MINIMUM}, which is not installed (pip install 'blocksparse-moe[te]')"
-    if release(version) < release(MINIMUM):
+    try:
+        is_old = release(version) < release(MINIMUM)
+    except ValueError:
+        return f"needs Transformer Engine >= {MINIMUM}; found one whose version is {version!r}, which cannot be compared"
+    if is_old:
         return (
             f"needs Transformer Engine >= {MINIMUM}; found {version} "
             f"(pip install --upgrade 'transformer-engine[pytorch]>={MINIMUM}')"
         )
+    global _at_import
+    imported = "transformer_engine" in sys.modules
+    _at_import = AtImport(os.environ.get(FUSED_VARIABLE), imported)
     try:
         return import_module("transformer_engine.pytorch")
     except Exception as error:  # a package that is not ours may raise anything here
@@ -100,9 +121,10 @@ def _answers(te: ModuleType, device: torch.device) -> Engine:
             capability=torch.cuda.get_device_capability(device),
             available={name: None if runs else reason for name, (runs, reason) in answers.items()},
             cublaslt=import_module("transformer_engine_torch").get_cublasLt_version(),
-            fused_variable=os.environ.get(FUSED_VARIABLE),
+            fused_variable=_at_import.fused_variable,
             cudnn_frontend=_version("nvidia-cudnn-frontend"),
             fused_registered=_fused_is_supported(),
+            imported_before=_at_import.imported_before,
         )
 
 

@@ -45,23 +45,36 @@ def _determinism() -> tuple[str, bool]:
     return ("they need not" if allowed else "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"), allowed
 
 
+def _too_late(engine: Engine) -> bool:
+    """Whether the variable must have been set after the import: what it turns on is not there."""
+    return engine.imported_before and not engine.fused_registered
+
+
+def _is_new(frontend: str | None) -> bool:
+    try:
+        return frontend is not None and release(frontend) >= release(_FRONTEND)
+    except ValueError:  # a version that is none
+        return False
+
+
 def conditions(engine: Engine, precision: str, spec: ExpertSpec) -> tuple[Condition, ...]:
     """Everything that the fused grouped MLP needs to be used here, in the order in which one would mend it."""
     H, F = spec.hidden_size, spec.columns.widest
     activation = get_activation(spec.activation)
     major, minor = engine.capability
     frontend = engine.cudnn_frontend
-    is_new = frontend is not None and release(frontend) >= release(_FRONTEND)
+    variable = engine.fused_variable
     return (
         Condition("precision mxfp8", precision, precision == "mxfp8"),
         Condition("computation in bf16", str(spec.dtype), spec.dtype == torch.bfloat16),
         Condition("compute capability 10.x (Blackwell)", f"{major}.{minor}", major == 10),
         Condition(
             f"{FUSED_VARIABLE}=1 in the environment before Transformer Engine is imported",
-            "not set" if engine.fused_variable is None else f"set to {engine.fused_variable}",
-            engine.fused_variable is not None and engine.fused_variable.isdigit() and int(engine.fused_variable) > 0,
+            ("not set" if variable is None else f"set to {variable}")
+            + (" now, but it was imported before this package could look" if engine.imported_before else ""),
+            variable is not None and variable.isdigit() and int(variable) > 0 and not _too_late(engine),
         ),
-        Condition(f"nvidia-cudnn-frontend >= {_FRONTEND}", frontend or "not installed", is_new),
+        Condition(f"nvidia-cudnn-frontend >= {_FRONTEND}", frontend or "not installed", _is_new(frontend)),
         Condition(f"H and F multiples of {_MULTIPLE}", f"H={H}, F={F}", H % _MULTIPLE == F % _MULTIPLE == 0),
         Condition("plain swiglu with its halves apart", spec.activation, activation == get_activation("swiglu")),
         Condition("algorithms that need not be deterministic", *_determinism()),

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -46,15 +48,17 @@ class Modules:
     """
 
     def __init__(self, te: ModuleType, form: Form) -> None:
-        self.te, self.form = te, form
+        self.te, self.form, self.lock = te, form, Lock()
         self.recipe = recipe_of(form.precision)
         self.up = self._grouped_linear(form.hidden_size, form.halves * form.columns, form.bias)
         self.down = self._grouped_linear(form.columns, form.hidden_size, False)
 
     def _grouped_linear(self, in_features: int, out_features: int, bias: bool) -> Any:
-        # On meta, as its own parameters are thrown away.
+        # On meta, as its own parameters are thrown away. Splits are numbers on the host, whatever the environment asks for.
+        known = signature(self.te.GroupedLinear.__init__).parameters
+        options = {"use_grouped_tensor": False} if "use_grouped_tensor" in known else {}
         module = self.te.GroupedLinear(
-            self.form.num_experts, in_features, out_features, bias=bias, params_dtype=self.form.dtype, device="meta"
+            self.form.num_experts, in_features, out_features, bias=bias, params_dtype=self.form.dtype, device="meta", **options
         )
         for name in list(module._parameters):
             del module._parameters[name]
@@ -68,16 +72,17 @@ class Modules:
         self, module: Any, x: Tensor, counts: Sequence[int], weight: Tensor, parameter: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """x [P, K] -> [P, N] by weight [E, N, K] and bias [E, N]; x has `counts` rows of each expert."""
-        module.fuse_wgrad_accumulation = accumulates(parameter)
         named = {f"weight{i}": view for i, view in enumerate(views_of(weight, parameter))}
         if bias is not None:
             named |= {f"bias{i}": view for i, view in enumerate(bias.unbind())}
-        module.__dict__.update(named)
-        try:
-            return module(x, list(counts))
-        finally:  # what was given is the caller's to keep or to free
-            for name in named:
-                del module.__dict__[name]
+        with self.lock:  # threads may share a layer
+            module.fuse_wgrad_accumulation = accumulates(parameter)
+            module.__dict__.update(named)
+            try:
+                return module(x, list(counts))
+            finally:  # what was given is the caller's to keep or to free
+                for name in named:
+                    del module.__dict__[name]
 
 
 class FusedModules:
@@ -87,7 +92,7 @@ class FusedModules:
     """
 
     def __init__(self, te: ModuleType, form: Form) -> None:
-        self.te, self.form = te, form
+        self.te, self.form, self.lock = te, form, Lock()
         ops = import_module("transformer_engine.pytorch.ops")
         self.sequential = ops.Sequential
         self.recipe = recipe_of(form.precision)
@@ -113,11 +118,11 @@ class FusedModules:
         """x [P, H], routing_weights [P], up [E, 2F, H], down [E, H, F] and its parameter -> [P, H], each row weighed."""
         # The gradient of the copy comes in the order of the copy: it cannot be added to a main_grad.
         copy = interleave(up)
-        self._give(self.up, copy, copy)
-        self._give(self.down, *down)
         splits = torch.tensor(counts, dtype=torch.int64, device=x.device)
         sequence = self.sequential(self.up, self.activation, self.down)
-        with self.te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+        with self.lock, self.te.autocast(enabled=self.recipe is not None, recipe=self.recipe):  # threads may share a layer
+            self._give(self.up, copy, copy)
+            self._give(self.down, *down)
             y = sequence(x, splits, routing_weights, splits)
         self.ran = tuple(type(op).__name__ for group in sequence._module_groups for op, _ in getattr(group, "_forward_ops", ()))
         return y

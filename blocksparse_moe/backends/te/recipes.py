@@ -63,6 +63,7 @@ def why_not(precision: str, engine: Engine, device: str, sizes: tuple[int, ...])
         return (
             f"cannot compute in {precision} with sizes {', '.join(map(str, odd))}: H and F must be multiples of "
             f"{recipe.size_multiple}. The nearest that takes them is {_advice(_nearest(recipe, engine, sizes))}"
+            + (", and backend='triton' emulates mxfp8 in any size" if precision == "mxfp8" else "")
         )
     return None
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from blocksparse_moe_kernels import Activation, BlockSparse, Columns
 from blocksparse_moe_kernels.padding import PaddedRows
+
+
+def _of_first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """A backward pass that refuses to be differentiated: autograd's own refusal is not on the way to every gradient."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> tuple:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "backend 'te': second-order gradients are not implemented, and create_graph=True asks for what they need. "
+                "Leave it out, or compose sdd, an activation, dsd and combine."
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 class Spread(Function):
@@ -21,7 +38,7 @@ class Spread(Function):
         return kernels.gather_rows(x, padded.tokens)
 
     @staticmethod
-    @once_differentiable
+    @_of_first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.kernels.sum_slots(grad, ctx.padded.rows, ctx.padded.topology), None, None
 
@@ -35,7 +52,7 @@ class Collect(Function):
         return kernels.sum_slots(y, padded.rows, padded.topology)
 
     @staticmethod
-    @once_differentiable
+    @_of_first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.kernels.gather_rows(grad, ctx.padded.tokens), None, None
 
@@ -49,7 +66,7 @@ class SpreadWeights(Function):
         return kernels.gather_rows(weights.reshape(-1, 1), padded.slots).flatten()
 
     @staticmethod
-    @once_differentiable
+    @_of_first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.kernels.gather_rows(grad.unsqueeze(1), ctx.padded.rows).view(ctx.shape), None, None
 
@@ -64,7 +81,7 @@ class ScaledActivation(Function):
         return kernels.scaled_activation(pre, activation, weights)
 
     @staticmethod
-    @once_differentiable
+    @_of_first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         pre, weights = ctx.saved_tensors
         activation, topology = ctx.activation, ctx.padded.padded

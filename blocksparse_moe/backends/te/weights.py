@@ -42,7 +42,7 @@ class _Views(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        parameter, ctx.parameter = ctx.parameter, None
+        parameter = ctx.parameter
         if parameter is None:
             return stacked_grads(grads, ctx.shape), None
         if not hasattr(parameter, "grad_added_to_main_grad"):

@@ -31,6 +31,7 @@ class Adapter:
         holders: names of the parts that hold the weights, where it is not the module itself.
         act_fn: name of the activation function; None where the activation is not between two products.
         logits: place of the logits in what the `router` inside the module returns; None for a module that is handed the ids.
+        weights: its stacked weights as they are multiplied; None where no two products with the activation between them are.
     """
 
     forward: Callable[..., Any]
@@ -38,6 +39,7 @@ class Adapter:
     act_fn: str | None
     holders: tuple[str, ...] = ()
     logits: int | None = None
+    weights: Callable[[Any], ExpertWeights] | None = None
 
     def why_not(self, module: nn.Module) -> str | None:
         """Why the module's weights are not what they should be read as; None when they are."""
@@ -95,16 +97,31 @@ def gate_around(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
     return gate
 
 
+def _as_they_are(module: Any) -> ExpertWeights:
+    return ExpertWeights(module.gate_up_proj, module.down_proj)
+
+
+def _of_routed(module: Any) -> ExpertWeights:
+    """Without the identities, which stand behind."""
+    return ExpertWeights(module.gate_up_proj[: module.num_routed_experts], module.down_proj)
+
+
+def _of_linears(module: Any) -> ExpertWeights:
+    return ExpertWeights(module.input_linear.weight, module.output_linear.weight)
+
+
+def _transposed(module: Any) -> ExpertWeights:
+    return ExpertWeights(module.experts.gate_up_proj.transpose(1, 2), module.experts.down_proj.transpose(1, 2))
+
+
 def _llama4(module: Any, hidden_states: Tensor, *, execution: Execution, activation: str | None) -> tuple[Tensor, Tensor]:
     """Llama4TextMoe: the routing weight scales the input of an expert, so every slot is a token of its own."""
     x = hidden_states.reshape(-1, module.hidden_dim)
     scores, router_logits = module.router(x)
     expert_ids = router_logits.topk(module.top_k, dim=1).indices
     slots = (x[:, None] * scores.gather(1, expert_ids)[..., None]).flatten(0, 1)
-    experts = module.experts
-    weights = ExpertWeights(experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2))
+    weights, gate = _transposed(module), gate_around(module.experts.act_fn)
     topology = Topology.from_ids(expert_ids.reshape(-1, 1), weights.up.shape[0])
-    gate = gate_around(experts.act_fn)
     routed = compute(slots, topology, weights, None, activation=activation, gate=gate, execution=execution)
     return module.shared_expert(x) + routed.view(-1, module.top_k, module.hidden_dim).sum(1), router_logits
 
@@ -134,7 +151,7 @@ def _jetmoe(module: Any, layer_input: Tensor, *, execution: Execution, activatio
     x = layer_input.reshape(-1, module.input_size)
     *_, router_logits = module.router(x)
     top_logits, expert_ids = router_logits.topk(module.router.top_k, dim=1)
-    weights = ExpertWeights(module.input_linear.weight, module.output_linear.weight)
+    weights = _of_linears(module)
     topology = Topology.from_ids(expert_ids, weights.up.shape[0])
     routing_weights = torch.softmax(top_logits, dim=1).type_as(x)
     gate = gate_around(module.activation)
@@ -152,8 +169,7 @@ def _longcat_flash(
     activation: str | None,
 ) -> Tensor:
     """LongcatFlashExperts: ids beyond the routed experts are identities, which give the token itself."""
-    E = module.num_routed_experts
-    weights = ExpertWeights(module.gate_up_proj[:E], module.down_proj)
+    E, weights = module.num_routed_experts, _of_routed(module)
     topology, gate = Topology.from_ids(top_k_index, E), gate_around(module.act_fn)
     routed = compute(hidden_states, topology, weights, top_k_weights, activation=activation, gate=gate, execution=execution)
     identity = torch.where(top_k_index >= E, top_k_weights, 0).sum(1, keepdim=True)
@@ -170,7 +186,7 @@ def _step3p7(
     activation: str | None,
 ) -> Tensor:
     """Step3p7Experts: as those of the interface, with a clamp in the gate."""
-    weights = ExpertWeights(module.gate_up_proj, module.down_proj)
+    weights = _as_they_are(module)
     topology = Topology.from_ids(top_k_index, weights.up.shape[0])
     return compute(
         hidden_states, topology, weights, top_k_weights, activation=activation, gate=module._apply_gate, execution=execution
@@ -179,10 +195,10 @@ def _step3p7(
 
 ADAPTERS = {
     "DbrxExperts": Adapter(_dbrx, "mlp.w1", None, ("mlp",)),
-    "JetMoeMoE": Adapter(_jetmoe, "input_linear.weight", "activation", ("input_linear", "output_linear"), logits=4),
-    "Llama4TextMoe": Adapter(_llama4, "experts.gate_up_proj", "experts.act_fn", ("experts",), logits=1),
-    "LongcatFlashExperts": Adapter(_longcat_flash, "gate_up_proj", "act_fn"),
-    "Step3p7Experts": Adapter(_step3p7, "gate_up_proj", "act_fn"),
+    "JetMoeMoE": Adapter(_jetmoe, "input_linear.weight", "activation", ("input_linear", "output_linear"), 4, _of_linears),
+    "Llama4TextMoe": Adapter(_llama4, "experts.gate_up_proj", "experts.act_fn", ("experts",), 1, _transposed),
+    "LongcatFlashExperts": Adapter(_longcat_flash, "gate_up_proj", "act_fn", weights=_of_routed),
+    "Step3p7Experts": Adapter(_step3p7, "gate_up_proj", "act_fn", weights=_as_they_are),
 }
 """By the class in transformers."""
 

@@ -195,6 +195,7 @@ def patch_huggingface(
         execution = replace(chosen_execution, memory={})
         if weight.device.type == "meta":  # offloaded, or not loaded yet
             runs = f"{backend} (chosen where it runs; its weights are on meta now)"
+            runs += "" if precision is None else f", precision {precision}"
         else:
             runs = _what_runs(module, adapter, activation, weight, execution)
         layers.append(PatchedLayer(name, type(module).__name__, runs, activation))
@@ -210,10 +211,9 @@ def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, wei
         return f"{chosen} ({reason})"
     if activation is None:
         raise UnsupportedModelError(f"patch_huggingface: {type(module).__name__}: {why_not_executed(execution)}.")
-    if adapter is None:
-        spec = spec_of(ExpertWeights.of(module), activation, execution)
-    else:  # how its weights lie shows when it runs; sizes that suit everybody stand in for its own
-        spec = spec_of(ExpertWeights(*(weight.new_empty(1, 64, 64) for _ in range(2))), "silu", execution)
+    read = ExpertWeights.of if adapter is None else adapter.weights
+    assert read is not None  # of one that has an activation
+    spec = spec_of(read(module), activation, execution)
     try:
         backend, reason = select(spec)
     except ValueError as error:

@@ -25,6 +25,15 @@ def has_instructions(device: torch.device) -> bool:
 
 
 @triton.jit
+def widened(x):
+    """fp32 of fp16, bf16 or fp32. By bits of bf16, whose subnormals Triton's interpreter converts wrongly."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def block_scale(x, axis: tl.constexpr):
     """The scales of fp32 blocks that lie along an axis, as int32."""
     # Magnitudes compare as their bits do, and NaN is above all of them.

@@ -19,7 +19,7 @@ from ..mxfp8 import MXFP8, check_quantizable
 from ..reference import Order
 from ..topology import Topology
 from .launcher import launch
-from .mxfp8_numbers import BLOCK, block_scale, encode, has_instructions, inverse_factor
+from .mxfp8_numbers import BLOCK, block_scale, encode, has_instructions, inverse_factor, widened
 from .tiles import along, row_tile
 
 
@@ -35,7 +35,7 @@ def _mxfp8_quantize_kernel(
     offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = (offs_r < R)[:, None] & (offs_k < K)[None, :]
     x_ptrs = X + batch * stride_xb + along(offs_r, stride_xr)[:, None] + along(offs_k, stride_xk)[None, :]
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x = widened(tl.load(x_ptrs, mask=mask, other=0.0))
     blocks = tl.reshape(x, (BLOCK_R, BLOCK_K // BLOCK, BLOCK))
     scale = block_scale(blocks, 2)
     codes = encode(tl.reshape(blocks * inverse_factor(scale)[:, :, None], (BLOCK_R, BLOCK_K)), HARDWARE)
@@ -64,7 +64,7 @@ def _mxfp8_quantize_columns_kernel(
         rows = tl.load(Tokens + rows, mask=mask_m, other=0)
     mask = mask_m[:, None] & mask_n[None, :]
     x_ptrs = X + along(rows, stride_xt)[:, None] + along(offs_n, stride_xn)[None, :]
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x = widened(tl.load(x_ptrs, mask=mask, other=0.0))
     scale = block_scale(x, 0)
     codes = encode(x * inverse_factor(scale)[None, :], HARDWARE)
     tl.store(Codes + first_row.to(tl.int64) * N + offs_m[:, None] * N + offs_n[None, :], codes, mask=mask)
@@ -72,8 +72,12 @@ def _mxfp8_quantize_columns_kernel(
 
 
 def quantize(x: Tensor, axis: int = -1) -> MXFP8:
-    """MXFP8 of x (fp16, bf16 or fp32, two or three axes, any strides) in blocks along `axis`; see `mxfp8.quantize`."""
+    """MXFP8 of x (fp16, bf16 or fp32, two axes or more, any strides) in blocks along `axis`; see `mxfp8.quantize`."""
     check_quantizable("quantize", x, axis)
+    if x.ndim > 3:
+        flat = quantize(x.flatten(0, -3), axis)
+        codes, scales = (tensor.unflatten(0, x.shape[:-2]) for tensor in (flat.codes, flat.scales))
+        return MXFP8(codes, scales, axis, x.dtype)
     shape = list(x.shape)
     shape[axis] = ceil_div(x.shape[axis], BLOCK_SIZE)
     codes, scales = (torch.empty(size, dtype=torch.uint8, device=x.device) for size in (x.shape, shape))
