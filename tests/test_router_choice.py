@@ -115,6 +115,21 @@ def test_the_op_does_not_keep_logits_that_it_can_do_without():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_second_order_gradients_of_the_gate(dtype):
+    """Those asked for by name as well, which need not pass where a backward pass could refuse."""
+
+    def penalty(x, weight, multiply):
+        first = torch.autograd.grad(multiply(x, weight).square().sum() + x.float().pow(3).sum(), (x, weight), create_graph=True)
+        return torch.autograd.grad(sum(grad.double().square().sum() for grad in first), (x, weight))
+
+    x, weight = randn(7, 12, scale=0.5).to(dtype), randn(5, 12, scale=0.5).to(dtype)
+    ours = penalty(leaf(x, dtype), leaf(weight, dtype), torch.ops.blocksparse_moe.linear_fp32)
+    exact = penalty(leaf(x, torch.float64), leaf(weight, torch.float64), lambda x, weight: x @ weight.T)
+    for found, expected in zip(ours, exact, strict=True):
+        assert (found.double() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gate_of_narrow_operands(dtype):
     """Logits as exact as those of widened operands, up to the order of the sum; gradients as well, rounded once."""
     T, H, E = 50, 96, 12

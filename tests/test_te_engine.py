@@ -1,4 +1,5 @@
-"""The backend `te` with the real Transformer Engine, on a GPU. Elsewhere tests/test_te.py has a stand-in for it."""
+"""The backend `te` with the real Transformer Engine, on a GPU. Elsewhere tests/test_te.py and tests/test_te_layers.py
+have a stand-in for it."""
 
 from __future__ import annotations
 

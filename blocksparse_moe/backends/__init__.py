@@ -57,6 +57,9 @@ class Backend(Protocol):
 
     name: str
 
+    def never(self, execution: Execution) -> str | None:
+        """Why this backend computes no layer in that way, whatever the layer; None where it may."""
+
     def why_not(self, spec: ExpertSpec) -> str | None:
         """Why this backend cannot compute `spec`, or None."""
 
@@ -99,13 +102,8 @@ def check_execution(execution: Execution) -> Execution:
     if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
         raise ValueError(f"precision: {precision!r} is not known; choose one of {', '.join(PRECISIONS)}, or None.")
     check_type("experts", "require_fused", execution.require_fused, bool, "Give True or False.")
-    if name in ("triton", "torch") and precision not in (None, *ProductBackend.precisions):
-        raise ValueError(
-            f"precision: backend {name!r} has no {precision}; backend='te' has it on a CUDA device, and backend {name!r} "
-            'precision="mxfp8".'
-        )
-    if name in ("triton", "torch") and execution.require_fused:
-        raise ValueError(f"require_fused: backend {name!r} has no fused grouped MLP of Transformer Engine; use backend='te'.")
+    if name != "auto" and (reason := BACKENDS[name].never(execution)) is not None:
+        raise ValueError(f"backend {name!r} {reason}.")
     return execution
 
 

@@ -11,6 +11,7 @@ from blocksparse_moe_kernels.config import architecture_of
 
 from ..ops import expert_mlp
 from ..products import why_not
+from .execution import Execution
 
 if TYPE_CHECKING:
     from . import ExpertSpec, ExpertWeights
@@ -28,13 +29,17 @@ class ProductBackend:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def why_not(self, spec: ExpertSpec) -> str | None:
-        execution = spec.execution
+    def never(self, execution: Execution) -> str | None:
         if execution.require_fused:
             return "has no fused grouped MLP of Transformer Engine, which require_fused=True asks for; use backend='te'"
         if execution.precision is not None and execution.precision not in self.precisions:
-            return f"does not compute in {execution.precision}, but in the dtype of the weights; use backend='te'"
-        if execution.precision == "mxfp8" and not spec.columns.are_equal:
+            return f"has no {execution.precision}; backend='te' has it on a CUDA device, and this one precision=\"mxfp8\""
+        return None
+
+    def why_not(self, spec: ExpertSpec) -> str | None:
+        if (reason := self.never(spec.execution)) is not None:
+            return reason
+        if spec.execution.precision == "mxfp8" and not spec.columns.are_equal:
             return "computes in mxfp8 where experts have one size; these differ. Leave precision out"
         return why_not(self.name, spec.device, spec.dtype)
 

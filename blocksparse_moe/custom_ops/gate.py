@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .define import define_op, differentiate
 
@@ -29,13 +28,13 @@ def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-@once_differentiable
 def _backward(ctx, grad):
     x, weight = ctx.saved_tensors
     grad_x = grad_weight = None
     if grad is None:
         return grad_x, grad_weight
-    if x.dtype != torch.bfloat16:  # fp16 has not the range that the parts below need
+    # fp16 has not the range that the parts below need, which have no gradients of their own either.
+    if x.dtype != torch.bfloat16 or torch.is_grad_enabled():
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ weight.float()).to(x.dtype)
         if ctx.needs_input_grad[1]:

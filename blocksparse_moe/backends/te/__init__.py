@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blocksparse_moe_kernels import Topology, get_activation
 
+from ..execution import Execution
 from .engine import Engine, ask
 from .fused import Condition, conditions
 from .recipes import FUSED_ALIGNMENT, RECIPES
@@ -41,6 +42,9 @@ class TransformerEngine:
     """Both products by `transformer_engine.pytorch.GroupedLinear`, or the whole MLP as its fused op where that exists."""
 
     name = "te"
+
+    def never(self, execution: Execution) -> None:
+        """It has every precision; what runs, the device decides."""
 
     def why_not(self, spec: ExpertSpec) -> str | None:
         if spec.device.type != "cuda":

@@ -57,13 +57,16 @@ class Engine:
 
 
 class AtImport(NamedTuple):
-    """What was found before Transformer Engine was imported here."""
+    """As the attributes of `Engine`."""
 
-    fused_variable: str | None = None
-    imported_before: bool = False
+    fused_variable: str | None
+    imported_before: bool
 
 
-_at_import = AtImport()
+@lru_cache(maxsize=1)
+def at_import() -> AtImport:
+    """What was found before Transformer Engine was imported here: `load` asks first."""
+    return AtImport(os.environ.get(FUSED_VARIABLE), "transformer_engine" in sys.modules)
 
 
 def installed() -> str | None:
@@ -89,9 +92,7 @@ def load() -> ModuleType | str:
             f"needs Transformer Engine >= {MINIMUM}; found {version} "
             f"(pip install --upgrade 'transformer-engine[pytorch]>={MINIMUM}')"
         )
-    global _at_import
-    imported = "transformer_engine" in sys.modules
-    _at_import = AtImport(os.environ.get(FUSED_VARIABLE), imported)
+    at_import()
     try:
         return import_module("transformer_engine.pytorch")
     except Exception as error:  # a package that is not ours may raise anything here
@@ -121,10 +122,9 @@ def _answers(te: ModuleType, device: torch.device) -> Engine:
             capability=torch.cuda.get_device_capability(device),
             available={name: None if runs else reason for name, (runs, reason) in answers.items()},
             cublaslt=import_module("transformer_engine_torch").get_cublasLt_version(),
-            fused_variable=_at_import.fused_variable,
+            **at_import()._asdict(),
             cudnn_frontend=_version("nvidia-cudnn-frontend"),
             fused_registered=_fused_is_supported(),
-            imported_before=_at_import.imported_before,
         )
 
 

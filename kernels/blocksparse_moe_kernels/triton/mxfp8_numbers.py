@@ -146,8 +146,7 @@ def decode_words(words, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def dequantized_words(words, scales, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """words [R, K / 4] of four codes, scales [R, K / 32] -> two of [R, K / 2]: the first two numbers of each word, the others.
-    """
+    """words [R, K / 4] of four codes, scales [R, K / 32] -> two of [R, K / 2]: the first two numbers of each word, the rest."""
     ROWS: tl.constexpr = words.shape[0]
     BLOCKS: tl.constexpr = scales.shape[1]
     HALF: tl.constexpr = BLOCKS * BLOCK // 2

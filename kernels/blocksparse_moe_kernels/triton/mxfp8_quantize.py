@@ -74,10 +74,6 @@ def _mxfp8_quantize_columns_kernel(
 def quantize(x: Tensor, axis: int = -1) -> MXFP8:
     """MXFP8 of x (fp16, bf16 or fp32, two axes or more, any strides) in blocks along `axis`; see `mxfp8.quantize`."""
     check_quantizable("quantize", x, axis)
-    if x.ndim > 3:
-        flat = quantize(x.flatten(0, -3), axis)
-        codes, scales = (tensor.unflatten(0, x.shape[:-2]) for tensor in (flat.codes, flat.scales))
-        return MXFP8(codes, scales, axis, x.dtype)
     shape = list(x.shape)
     shape[axis] = ceil_div(x.shape[axis], BLOCK_SIZE)
     codes, scales = (torch.empty(size, dtype=torch.uint8, device=x.device) for size in (x.shape, shape))
@@ -87,8 +83,8 @@ def quantize(x: Tensor, axis: int = -1) -> MXFP8:
     tensors = [x, codes, scales]
     if axis == -2:
         tensors = [tensor.mT for tensor in tensors]
-    if x.ndim == 2:
-        tensors = [tensor.unsqueeze(0) for tensor in tensors]
+    # Codes and scales are new, so that theirs are views.
+    tensors = [tensor.unsqueeze(0) if x.ndim == 2 else tensor.flatten(0, -3) for tensor in tensors]
     batch, rows, size = tensors[0].shape
     block_r, block_k = (32, 128) if axis == -1 else (128, 32)
     block_r, block_k = min(block_r, next_power_of_2(rows)), min(block_k, BLOCK_SIZE * next_power_of_2(shape[axis]))
