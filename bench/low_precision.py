@@ -30,7 +30,7 @@ WAYS = (
 def low_precision(case: Case, choice: Choice) -> list[Task]:
     """The experts by every backend and precision that runs here, as `expert_mlp`; weights in MXFP8; also each one's error."""
     left_out = {}
-    layers = [_kept_weights(case)]
+    layers = [_kept_weights(case)] if "inference" in choice.stages else []
     for execution in ways():
         try:
             layers.append(_layer(case, execution))
