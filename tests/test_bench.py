@@ -270,8 +270,8 @@ def test_logits_follow_the_drawn_routing():
 
 
 @pytest.mark.parametrize("shape", [TINY, replace(TINY, E=64, K=8), replace(TINY, E=7, K=1)])
-def test_routers_agree_with_their_references(shape):
-    case = make_case(shape, 1.2, dtype=torch.float32, device=torch.device("cpu"))
+def test_routers_agree_with_their_references(shape, device):
+    case = make_case(shape, 1.2, dtype=torch.float32, device=torch.device(device))
     for task in ops.route(case, Choice(backends=("torch", "triton"))):
         checks = {result.variant: result.check for result in run_task(task, case, seconds=0, windows=1)}
         assert checks.pop("copy") == "roof" and set(checks.values()) == {"ok"} and len(checks) in (4, 6), checks

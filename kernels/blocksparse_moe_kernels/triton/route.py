@@ -3,13 +3,12 @@
     route            logits [T, E] -> weights [T, K], ids [T, K]
     route_backward   gradient of the weights [T, K] -> gradient of the logits [T, E]
 
-A program has a few whole rows. Values are compared as integers of the same order, so that a maximum over a warp is one
-instruction, and NaN has its place as well. The columns of a tile are the experts of each group, padded to a power of two. Once
-the best groups of a row are known, their columns alone are loaded anew.
+A program has a few whole rows, [ROWS, COLUMNS]. Where groups of experts are padded to a power of two, so are their columns.
 
-The K largest of a row are found one by one. First with their experts in the last bits in place of those of the value: then
-there are no ties, the next one is the largest below the last, and one maximum gives both value and expert. Only where two of
-the K + 1 largest agree in all other bits are they looked for once more, by all of their bits.
+The K largest of a row are found one by one, and the best groups likewise. First as codes: integers of the same order as the
+values, with a number in place of the last bits. No two are equal, the next one is the largest below the last, and one maximum,
+which over a warp is one instruction, gives both value and expert. Only where two of the K + 1 largest come too close are they
+looked for once more, by all of their bits.
 """
 
 from __future__ import annotations
@@ -26,6 +25,11 @@ from .tiles import INTERPRETED
 _LEAST = tl.constexpr(-(2**31))
 """Below the key of any number: what cannot be chosen, or was."""
 
+_MOST = tl.constexpr(2**32 - 1)
+"""Above every code."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _key(value):
@@ -35,54 +39,58 @@ def _key(value):
 
 
 @triton.jit
-def _value(key):
-    """The fp32 value of a `_key`."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _code(value, number, NUMBERS: tl.constexpr):
+    """uint32 with the order of fp32 values, NaN included, but for their last bits, which hold a number below NUMBERS, a power
+    of two: the lowest is the largest."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) | _LEAST)
+    return ((ordered & -NUMBERS) | (NUMBERS - 1 - number)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _best(keys, number):
-    """[ROWS]: of the columns with the largest key the lowest `number`, which is [ROWS or 1, COLUMNS]."""
-    most = tl.max(keys, 1)
-    return tl.min(tl.where(keys == most[:, None], number, 2147483647), 1)
+def _take_largest(keys, number):
+    """Of each row: the number of the largest key, of equal ones the lowest [ROWS, 1], and the keys without it."""
+    most = tl.max(keys, 1, keep_dims=True)
+    best = tl.min(tl.where(keys == most, number, 2147483647), 1, keep_dims=True)
+    return best, tl.where(number == best, _LEAST, keys)
 
 
 @triton.jit
-def _largest(keys, number, ROWS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+def _largest(keys, number, slot, TOP_K: tl.constexpr):
     """[ROWS, SLOTS]: numbers of the TOP_K largest keys of each row, falling, of equal ones the lowest first."""
-    slot = tl.arange(0, SLOTS)
-    numbers = tl.zeros((ROWS, SLOTS), tl.int32)
+    numbers = slot * 0
     for k in tl.static_range(TOP_K):
-        best = _best(keys, number)
-        numbers = tl.where(slot[None, :] == k, best[:, None], numbers)
-        keys = tl.where(number == best[:, None], _LEAST, keys)
+        best, keys = _take_largest(keys, number)
+        numbers = tl.where(slot == k, best, numbers)
     return numbers
 
 
 @triton.jit
-def _largest_if_clear(keys, number, NUMBERS: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
-    """The same of numbers below NUMBERS, a power of two, and whether that is so [ROWS]: not where two of the TOP_K + 1 largest
-    agree in all but the last bits."""
-    slot = tl.arange(0, SLOTS)
-    coded = ((keys ^ _LEAST) & -NUMBERS) | (NUMBERS - 1 - number)
-    coded = coded.to(tl.uint32, bitcast=True)
-    best = tl.max(coded, 1)
-    picked = tl.where(slot[None, :] == 0, best[:, None], 0)
-    least_change = tl.full((ROWS,), NUMBERS, tl.uint32)
-    for k in tl.static_range(1, TOP_K + 1):
-        if k < keys.shape[1]:
-            before = best
-            # Modulo 2**32 what is picked comes to lie below all that is left.
-            best = before + tl.max(coded - before[:, None], 1)
-            least_change = tl.minimum(least_change, best ^ before)
-            if k < TOP_K:
-                picked = tl.where(slot[None, :] == k, best[:, None], picked)
-    return NUMBERS - 1 - (picked.to(tl.int32, bitcast=True) & (NUMBERS - 1)), least_change >= NUMBERS
+def _change_to_next(codes, last):
+    """What leads from `last` to the next code of a row. Modulo 2**32 that is the largest: what came before lies below."""
+    return tl.max(codes - last, 1, keep_dims=True)
 
 
 @triton.jit
-def _reciprocal_of_many(x):
-    """1 / x of x in [1, 2] to some 22 bits, in one instruction."""
+def _largest_if_clear(codes, slot, NUMBERS: tl.constexpr, TOP_K: tl.constexpr):
+    """The same by codes, and whether they are clear [ROWS, 1]: not where two of the TOP_K + 1 largest are closer than NUMBERS,
+    nor where all are 0."""
+    last = tl.max(codes, 1, keep_dims=True)
+    picked = tl.where(slot == 0, last, 0)
+    change = tl.where(last == 0, _MOST, 0)
+    for k in tl.static_range(1, TOP_K + 1):
+        if k < codes.shape[1]:
+            to_next = _change_to_next(codes, last)
+            change = tl.maximum(change, to_next)
+            last += to_next
+            if k < TOP_K:
+                picked = tl.where(slot == k, last, picked)
+    return NUMBERS - 1 - (picked.to(tl.int32, bitcast=True) & (NUMBERS - 1)), change <= 2**32 - NUMBERS
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x to some 22 bits, in one instruction."""
     if INTERPRETED:
         return 1 / x
     else:
@@ -90,16 +98,22 @@ def _reciprocal_of_many(x):
 
 
 @triton.jit
+def _exp2(x):
+    """2**x, 0 where that is no normal number, in one instruction."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _exp(x, PRECISE: tl.constexpr):
     """exp(x) of x <= 0. PRECISE: with a relative error that does not grow with x, as of weights that are small; whole powers of
     two are taken out by log 2 in two parts. Else 0 where it is no normal number, which saves three instructions in five."""
     if not PRECISE:
-        if INTERPRETED:
-            return tl.exp(x)
-        exponent = x * 1.4426950408889634
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], tl.float32, is_pure=True, pack=1)
+        return _exp2(x * _LOG2_E)
     x = tl.where(x < -200.0, -200.0, x)  # NaN stays
-    whole = tl.floor(x * 1.4426950408889634 + 0.5)
+    whole = tl.floor(x * _LOG2_E + 0.5)
     rest = (x - whole * 0.693145751953125) - whole * 1.4286068203094172e-06
     return tl.exp(rest) * tl.exp2(whole)
 
@@ -113,9 +127,10 @@ def _log1p(x):
 
 @triton.jit
 def _sigmoid(x, PRECISE: tl.constexpr):
-    part = _exp(-tl.abs(x), PRECISE)
-    above = tl.where(x < 0, part, 1.0)
-    return above / (1 + part) if PRECISE else above * _reciprocal_of_many(1 + part)
+    if not PRECISE:
+        return _reciprocal(1 + _exp2(x * -_LOG2_E))
+    part = _exp(-tl.abs(x), True)
+    return tl.where(x < 0, part, 1.0) / (1 + part)
 
 
 @triton.jit
@@ -125,23 +140,17 @@ def _softplus(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def _row_softmax(logits, PRECISE: tl.constexpr):
-    """Of [ROWS, E]: exp(logits - largest) and its sum [ROWS]."""
-    exponentials = _exp(logits - tl.max(logits, 1)[:, None], PRECISE)
-    return exponentials, tl.sum(exponentials, 1)
-
-
-@triton.jit
-def _softmax_of_many(logits):
-    """The sum of exp(logits - largest) of each row, and the largest: by keys, of which a maximum is one instruction."""
-    largest = _value(tl.max(_key(logits), 1))
-    return tl.sum(_exp(logits - largest[:, None], False), 1), largest
+    """exp(logits - largest), its sum over the row, and the largest."""
+    largest = tl.max(logits, 1, keep_dims=True)
+    exponentials = _exp(logits - largest, PRECISE)
+    return exponentials, tl.sum(exponentials, 1, keep_dims=True), largest
 
 
 @triton.jit
 def _score(logits, total, largest, SCORE: tl.constexpr, PRECISE: tl.constexpr):
-    """Of softmax by what `_softmax_of_many` says of their rows."""
+    """Of softmax by `_row_softmax`'s sum and largest."""
     if SCORE == "softmax":
-        return _exp(logits - largest[:, None], PRECISE) / total[:, None]
+        return _exp(logits - largest, PRECISE) / total
     elif SCORE == "sigmoid":
         return _sigmoid(logits, PRECISE)
     else:
@@ -150,7 +159,7 @@ def _score(logits, total, largest, SCORE: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def _selecting(
-    logits, Correction, expert, known, total, largest,
+    logits, correction, total, largest,
     SCORE: tl.constexpr, SCORED: tl.constexpr, HAS_CORRECTION: tl.constexpr,
 ):  # fmt: skip
     """By what experts are chosen: their scores if SCORED, else logits, of which the order is the same; and the correction."""
@@ -158,8 +167,8 @@ def _selecting(
     if SCORED:
         values = _score(logits, total, largest, SCORE, False)
     if HAS_CORRECTION:
-        values += tl.load(Correction + expert, mask=known, other=0.0)
-        values = tl.where(logits == float("-inf"), float("-inf"), values)  # no bias opens a closed expert
+        # No bias opens a closed expert: of -inf the second is -inf, else more than any score.
+        values = tl.minimum(values + correction, tl.fma(logits, 2.0**-25, 2.0**127))
     return values
 
 
@@ -193,21 +202,52 @@ def _two_largest(a, a_second, b, b_second):
 
 
 @triton.jit
-def _best_groups(
-    values, known, num_groups,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    BEST_TWO: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, KEPT]: the TOP_GROUPS best groups of each row, by their best expert or the sum of the best two."""
-    lowest = float("-inf")
-    grouped = tl.reshape(tl.where(known & (values == values), values, lowest), (ROWS, GROUPS, SIZE))
+def _in_best_groups(
+    values, num_groups, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, EXACT: tl.constexpr
+):
+    """[ROWS, COLUMNS]: whether a column is in one of the TOP_GROUPS best groups, by its best expert or the sum of its best two.
+    By codes unless EXACT; then no column is where they are not clear."""
+    ROWS: tl.constexpr = values.shape[0]
+    SIZE: tl.constexpr = values.shape[1] // GROUPS
+    PAIR: tl.constexpr = 2 if BEST_TWO else 1
+    values = tl.reshape(values, (ROWS, GROUPS, SIZE // PAIR, PAIR))
     if BEST_TWO:
-        best, second = tl.reduce((grouped, tl.full((ROWS, GROUPS, SIZE), lowest, tl.float32)), 2, _two_largest)
+        a, b = tl.split(values)
+        best, second = tl.reduce((tl.maximum(a, b), tl.minimum(a, b)), 2, _two_largest)
         best += second
     else:
-        best = tl.max(grouped, 2)
+        best = tl.max(tl.max(values, 3), 2)
     group = tl.arange(0, GROUPS)[None, :]
-    return _largest(tl.where(group < num_groups, _key(best), _LEAST), group, ROWS, TOP_GROUPS, KEPT)
+    if EXACT:
+        keys = tl.where(group < num_groups, _key(best), _LEAST)
+        kept = keys < _LEAST
+        for _ in tl.static_range(TOP_GROUPS):
+            taken, keys = _take_largest(keys, group)
+            kept = kept | (group == taken)
+        return _of_columns(kept, SIZE, PAIR)
+    codes = tl.where(group < num_groups, _code(best, group, GROUPS), 0)
+    codes = _of_columns(codes, SIZE, PAIR)  # a maximum over a whole warp is the faster one
+    last = tl.max(codes, 1, keep_dims=True)
+    for _ in tl.static_range(TOP_GROUPS - 1):
+        last += _change_to_next(codes, last)
+    clear = _change_to_next(codes, last) <= 2**32 - GROUPS
+    return codes >= tl.where(clear, last, _MOST)
+
+
+@triton.jit
+def _of_columns(groups, SIZE: tl.constexpr, PAIR: tl.constexpr):
+    """[ROWS, GROUPS] -> [ROWS, GROUPS * SIZE], by way of the shape in which `_in_best_groups` looked at them."""
+    ROWS: tl.constexpr = groups.shape[0]
+    GROUPS: tl.constexpr = groups.shape[1]
+    every = tl.broadcast_to(groups[:, :, None, None], (ROWS, GROUPS, SIZE // PAIR, PAIR))
+    return tl.reshape(every, (ROWS, GROUPS * SIZE))
+
+
+@triton.jit
+def _of_slots(x, SLOTS: tl.constexpr):
+    """[ROWS, SLOTS] of what is [ROWS, 1] or has each slot four times."""
+    ROWS: tl.constexpr = x.shape[0]
+    return tl.max(tl.reshape(tl.broadcast_to(x, (ROWS, SLOTS * 4)), (ROWS, SLOTS, 4)), 2)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_groups"])
@@ -216,52 +256,55 @@ def _route_kernel(
     stride_t, stride_e, num_tokens, num_experts, num_groups,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     SCORE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_TWO: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """TOP_GROUPS is 0 where groups limit nothing; KEPT and NUMBERS: powers of two for TOP_GROUPS and num_experts. PADDED: some
-    columns of the tile are no experts."""
+    """TOP_GROUPS is 0 where groups limit nothing. NUMBERS: a power of two, num_experts at least. PADDED: some columns of the
+    tile are no experts."""
     SCORED: tl.constexpr = HAS_CORRECTION or (TOP_GROUPS > 0 and BEST_TWO)
     column = tl.arange(0, GROUPS * SIZE)[None, :]
-    # A thread that has neighbouring columns leaves less of a group's maxima to others, but is slower at those of whole rows.
-    TOGETHER: tl.constexpr = TOP_GROUPS > 0 and not PADDED
-    size = SIZE if TOGETHER else num_experts // num_groups
-    expert = column if TOGETHER else column // SIZE * size + column % SIZE
+    size = num_experts // num_groups if PADDED else SIZE
+    expert = column // SIZE * size + column % SIZE if PADDED else column
     known = (column % SIZE < size) & (column // SIZE < num_groups)
-    slot = tl.arange(0, SLOTS)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    slot = tl.arange(0, SLOTS)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     here = row < num_tokens
-    rows = Logits + row[:, None] * stride_t
-    mask = here[:, None] & known if PADDED else here[:, None]
-    logits = tl.load(rows + expert.to(tl.int64) * stride_e, mask=mask, other=float("-inf"))
-    total = tl.full((ROWS,), 1.0, tl.float32)
-    largest = tl.zeros((ROWS,), tl.float32)
+    columns = Logits + row * stride_t + expert.to(tl.int64) * stride_e
+    mask = here & known if PADDED else here
+    logits = tl.load(columns, mask=mask, other=float("-inf"))
+    correction = tl.load(Correction + expert, mask=known, other=0.0) if HAS_CORRECTION else 0.0
+    total = tl.full((ROWS, 1), 1.0, tl.float32)
+    largest = tl.zeros((ROWS, 1), tl.float32)
     if SCORE == "softmax" and (SCORED or not NORMALIZE):
-        total, largest = _softmax_of_many(logits)
-    values = _selecting(logits, Correction, expert, known, total, largest, SCORE, SCORED, HAS_CORRECTION)
+        _, total, largest = _row_softmax(logits, False)
+    values = _selecting(logits, correction, total, largest, SCORE, SCORED, HAS_CORRECTION)
+    codes = _code(values, expert, NUMBERS)
+    if PADDED:
+        codes = tl.where(known, codes, 0)
     if TOP_GROUPS > 0:
-        kept = _best_groups(values, known, num_groups, ROWS, GROUPS, SIZE, TOP_GROUPS, KEPT, BEST_TWO)
-        place = tl.arange(0, KEPT * SIZE)[None, :]
-        known = (place % SIZE < size) & (place // SIZE < TOP_GROUPS)
-        first = tl.reshape(tl.broadcast_to((kept * size)[:, :, None], (ROWS, KEPT, SIZE)), (ROWS, KEPT * SIZE))
-        expert = tl.where(known, first + place % SIZE, 0)
-        logits = tl.load(rows + expert.to(tl.int64) * stride_e, mask=here[:, None] & known, other=float("-inf"))
-        values = _selecting(logits, Correction, expert, known, total, largest, SCORE, SCORED, HAS_CORRECTION)
-    keys = _key(values)
-    if PADDED or TOP_GROUPS != KEPT:
-        keys = tl.where(known, keys, _LEAST)
-    ids, clear = _largest_if_clear(keys, expert, NUMBERS, ROWS, TOP_K, SLOTS)
-    if tl.min(clear.to(tl.int32), 0) == 0:
-        ids = _largest(keys, expert, ROWS, TOP_K, SLOTS)
+        values = tl.where(known, values, float("-inf")) if PADDED else values
+        codes = tl.where(_in_best_groups(values, num_groups, GROUPS, TOP_GROUPS, BEST_TWO, False), codes, 0)
+    # Each slot four times, as a thread has four neighbours of a row: so it has one slot to note and not four.
+    slots = tl.arange(0, SLOTS * 4)[None, :] // 4
+    ids, clear = _largest_if_clear(codes, slots, NUMBERS, TOP_K)
+    if tl.min(tl.min(clear.to(tl.int32), 1), 0) == 0:
+        again = tl.load(columns, mask=mask, other=float("-inf"))  # to keep no registers for it
+        values = _selecting(again, correction, total, largest, SCORE, SCORED, HAS_CORRECTION)
+        keys = tl.where(known, _key(values), _LEAST)
+        if TOP_GROUPS > 0:
+            values = tl.where(known, values, float("-inf"))
+            keys = tl.where(_in_best_groups(values, num_groups, GROUPS, TOP_GROUPS, BEST_TWO, True), keys, _LEAST)
+        ids = _largest(keys, expert, slots, TOP_K)
+    ids, total, largest = _of_slots(ids, SLOTS), _of_slots(total, SLOTS), _of_slots(largest, SLOTS)
 
-    used = here[:, None] & (slot < TOP_K)[None, :]
-    chosen = tl.load(rows + ids.to(tl.int64) * stride_e, mask=used, other=float("-inf"))
+    used = here & (slot < TOP_K)
+    chosen = tl.load(Logits + row * stride_t + ids.to(tl.int64) * stride_e, mask=used, other=float("-inf"))
     if NORMALIZE:
-        chosen = tl.where((slot < TOP_K)[None, :], _log_score(chosen, SCORE), float("-inf"))
-        exponentials, total = _row_softmax(chosen, True)
-        weights = exponentials / total[:, None]
+        chosen = tl.where(slot < TOP_K, _log_score(chosen, SCORE), float("-inf"))
+        exponentials, total, _ = _row_softmax(chosen, True)
+        weights = exponentials / total
     else:
         weights = _score(chosen, total, largest, SCORE, True)
-    places = row[:, None] * TOP_K + slot[None, :]
+    places = row * TOP_K + slot
     tl.store(Weights + places, weights * SCALE, mask=used)
     tl.store(Ids + places, ids.to(tl.int64), mask=used)
 
@@ -270,43 +313,42 @@ def _route_kernel(
 def _route_backward_kernel(
     Grad, Logits, Weights, Ids, Out,                        # [T, K], [T, E] or None, [T, K], [T, K], [T, E]
     stride_gt, stride_gk, stride_t, stride_e, num_tokens, num_experts,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     SCORE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.arange(0, EXPERTS)
-    known = expert < num_experts
+    expert = tl.arange(0, EXPERTS)[None, :]
+    slot = tl.arange(0, SLOTS)[None, :]
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.num_programs(0)):
-        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         here = row < num_tokens
-        common = tl.zeros((ROWS,), tl.float32)
+        used = here & (slot < TOP_K)
+        grad = tl.load(Grad + row * stride_gt + slot * stride_gk, mask=used, other=0.0)
+        weight = tl.load(Weights + row * TOP_K + slot, mask=used, other=0.0)
+        chosen = tl.load(Ids + row * TOP_K + slot, mask=used, other=0)
+        mask = here & (expert < num_experts)
+        out = tl.zeros((ROWS, EXPERTS), tl.float32)
         if NORMALIZE or SCORE == "softmax":
-            for k in tl.static_range(TOP_K):
-                grad = tl.load(Grad + row * stride_gt + k * stride_gk, mask=here, other=0.0)
-                common += grad * tl.load(Weights + row * TOP_K + k, mask=here, other=0.0)
-        mask = here[:, None] & known[None, :]
-        if NORMALIZE or SCORE != "softmax":
-            out = tl.zeros((ROWS, EXPERTS), tl.float32)
-        else:
-            columns = row[:, None] * stride_t + expert[None, :].to(tl.int64) * stride_e
-            exponentials, total = _row_softmax(tl.load(Logits + columns, mask=mask, other=float("-inf")), False)
-            out = exponentials * (-common / total)[:, None]
-        for k in tl.static_range(TOP_K):
-            chosen = tl.load(Ids + row * TOP_K + k, mask=here, other=0)
-            grad = tl.load(Grad + row * stride_gt + k * stride_gk, mask=here, other=0.0)
-            weight = tl.load(Weights + row * TOP_K + k, mask=here, other=0.0)
-            if NORMALIZE:
-                grad -= common / SCALE
-            grad *= weight
-            if SCORE != "softmax":
-                logit = tl.load(Logits + row * stride_t + chosen * stride_e, mask=here, other=0.0)
-                grad *= _log_score_derivative(logit, SCORE)
-            out += tl.where(expert[None, :] == chosen[:, None].to(tl.int32), grad[:, None], 0.0)
-        tl.store(Out + row[:, None] * num_experts + expert[None, :], out, mask=mask)
+            common = tl.sum(grad * weight, 1, keep_dims=True)
+            grad -= common / SCALE
+            if not NORMALIZE:
+                logits = tl.load(Logits + row * stride_t + expert.to(tl.int64) * stride_e, mask=mask, other=float("-inf"))
+                exponentials, total, _ = _row_softmax(logits, False)
+                out = exponentials * (-common / total)
+        tl.store(Out + row * num_experts + expert, out, mask=mask)
+        grad *= weight
+        if SCORE != "softmax":
+            logit = tl.load(Logits + row * stride_t + chosen * stride_e, mask=used, other=0.0)
+            grad *= _log_score_derivative(logit, SCORE)
+        tl.debug_barrier()  # those of the chosen experts are written once more
+        tl.store(Out + row * num_experts + chosen, grad, mask=used)
 
 
-def _shape_of_programs(columns: int) -> tuple[int, int]:
-    """(rows of a program, its warps). A warp has whole rows, unless one is too long for it."""
-    return max(1, min(32, 256 // columns)), max(1, columns // 1024)
+def _shape_of_programs(columns: int) -> dict[str, int]:
+    """ROWS, and options of the compiler. The rows of a warp hide each other's latencies, and fewer programs are started sooner;
+    with 64 registers an SM holds 32 warps, as many as it takes programs."""
+    if columns > 512:
+        return dict(ROWS=1, num_warps=max(1, columns // 1024))
+    return dict(ROWS=min(32, 512 // columns), num_warps=1, maxnreg=64)
 
 
 def route(
@@ -339,18 +381,15 @@ def route(
         correction_bias = correction_bias.contiguous()
     limited = top_groups < num_groups
     num_groups = num_groups if limited else 1
-    size = next_power_of_2(E // num_groups)
-    groups = next_power_of_2(num_groups)
-    rows, warps = _shape_of_programs(groups * size)
-    rows = max(rows, 2 if warps == 1 else 1)  # two rows hide each other's latencies
+    size, groups = next_power_of_2(E // num_groups), next_power_of_2(num_groups)
+    shape = _shape_of_programs(groups * size)
     launch(
-        _route_kernel, logits.device, (ceil_div(T, rows),),
+        _route_kernel, logits.device, (ceil_div(T, shape["ROWS"]),),
         logits, correction_bias, weights, ids, *logits.stride(), T, E, num_groups,
-        ROWS=rows, GROUPS=groups, SIZE=size, TOP_K=top_k, SLOTS=next_power_of_2(top_k),
+        GROUPS=groups, SIZE=size, TOP_K=top_k, SLOTS=next_power_of_2(top_k),
         SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, HAS_CORRECTION=correction_bias is not None,
-        TOP_GROUPS=top_groups if limited else 0, KEPT=next_power_of_2(top_groups) if limited else 0,
-        BEST_TWO=group_score == "best_two" and num_groups < E, NUMBERS=next_power_of_2(E),
-        PADDED=groups * size != E, num_warps=warps,
+        TOP_GROUPS=top_groups if limited else 0, BEST_TWO=group_score == "best_two" and num_groups < E,
+        NUMBERS=next_power_of_2(E), PADDED=groups * size != E, **shape,
     )  # fmt: skip
     return weights, ids
 
@@ -370,17 +409,18 @@ def route_backward(
     Args:
         grad: [T, K] fp32, any strides.
         logits: as given to `route`; None will do for normalised softmax.
-        weights, ids: as `route` returned them.
+        weights, ids: as `route` returned them: the ids of a row are distinct.
     """
     T, top_k = grad.shape
     out = grad.new_empty(T, num_experts)
     if T == 0:
         return out
     experts = next_power_of_2(num_experts)
-    rows, warps = _shape_of_programs(experts)
+    rows = max(1, min(32, 1024 // experts))
     launch(
         _route_backward_kernel, grad.device, (min(ceil_div(T, rows), 32 * num_programs(grad.device)),),
         grad, logits, weights, ids, out, *grad.stride(), *((0, 0) if logits is None else logits.stride()), T, num_experts,
-        ROWS=rows, EXPERTS=experts, TOP_K=top_k, SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, num_warps=warps,
+        ROWS=rows, EXPERTS=experts, TOP_K=top_k, SLOTS=next_power_of_2(top_k),
+        SCORE=score, NORMALIZE=normalize, SCALE=scaling_factor, num_warps=max(1, experts // 1024),
     )  # fmt: skip
     return out
