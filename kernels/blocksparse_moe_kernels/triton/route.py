@@ -33,16 +33,16 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _key(value):
-    """int32 that is larger where the fp32 value is; one for both zeros, and NaN above (its sign bit set: below) all numbers."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    """int32 that is larger where the fp32 value is, not -0; NaN is above (its sign bit set: below) all numbers."""
+    bits = value.to(tl.int32, bitcast=True)
     return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST + 1)
 
 
 @triton.jit
 def _code(value, number, NUMBERS: tl.constexpr):
-    """uint32 with the order of fp32 values, NaN included, but for their last bits, which hold a number below NUMBERS, a power
-    of two: the lowest is the largest."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    """uint32 with the order of fp32 values, none of them -0, NaN included, but for their last bits, which hold a number below
+    NUMBERS, a power of two: the lowest is the largest."""
+    bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) | _LEAST)
     return ((ordered & -NUMBERS) | (NUMBERS - 1 - number)).to(tl.uint32, bitcast=True)
 
@@ -162,13 +162,13 @@ def _selecting(
     logits, correction, total, largest,
     SCORE: tl.constexpr, SCORED: tl.constexpr, HAS_CORRECTION: tl.constexpr,
 ):  # fmt: skip
-    """By what experts are chosen: their scores if SCORED, else logits, of which the order is the same; and the correction."""
-    values = logits
+    """By what experts are chosen, never -0: scores if SCORED, else logits, whose order is the same; and the correction."""
+    values = logits + 0.0
     if SCORED:
         values = _score(logits, total, largest, SCORE, False)
     if HAS_CORRECTION:
-        # No bias opens a closed expert: of -inf the second is -inf, else more than any score.
-        values = tl.minimum(values + correction, tl.fma(logits, 2.0**-25, 2.0**127))
+        # No bias opens a closed expert: -inf times the least number is -inf; what that makes of other logits does not count.
+        values = tl.fma(logits, tl.full((1, 1), 2.0**-149, tl.float32), values + correction)
     return values
 
 
@@ -219,13 +219,13 @@ def _in_best_groups(
         best = tl.max(tl.max(values, 3), 2)
     group = tl.arange(0, GROUPS)[None, :]
     if EXACT:
-        keys = tl.where(group < num_groups, _key(best), _LEAST)
+        keys = tl.where(group < num_groups, _key(best + 0.0), _LEAST)
         kept = keys < _LEAST
         for _ in tl.static_range(TOP_GROUPS):
             taken, keys = _take_largest(keys, group)
             kept = kept | (group == taken)
         return _of_columns(kept, SIZE, PAIR)
-    codes = tl.where(group < num_groups, _code(best, group, GROUPS), 0)
+    codes = tl.where(group < num_groups, _code(best + 0.0, group, GROUPS), 0)
     codes = _of_columns(codes, SIZE, PAIR)  # a maximum over a whole warp is the faster one
     last = tl.max(codes, 1, keep_dims=True)
     for _ in tl.static_range(TOP_GROUPS - 1):
@@ -268,10 +268,12 @@ def _route_kernel(
     slot = tl.arange(0, SLOTS)[None, :]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     here = row < num_tokens
+    row = tl.minimum(row, num_tokens - 1)  # a row too many is loaded, and not stored
     columns = Logits + row * stride_t + expert.to(tl.int64) * stride_e
-    mask = here & known if PADDED else here
-    logits = tl.load(columns, mask=mask, other=float("-inf"))
-    correction = tl.load(Correction + expert, mask=known, other=0.0) if HAS_CORRECTION else 0.0
+    logits = tl.load(columns, mask=known, other=float("-inf")) if PADDED else tl.load(columns)
+    correction = 0.0
+    if HAS_CORRECTION:
+        correction = tl.load(Correction + expert, mask=known, other=0.0) if PADDED else tl.load(Correction + expert)
     total = tl.full((ROWS, 1), 1.0, tl.float32)
     largest = tl.zeros((ROWS, 1), tl.float32)
     if SCORE == "softmax" and (SCORED or not NORMALIZE):
@@ -287,7 +289,7 @@ def _route_kernel(
     slots = tl.arange(0, SLOTS * 4)[None, :] // 4
     ids, clear = _largest_if_clear(codes, slots, NUMBERS, TOP_K)
     if tl.min(tl.min(clear.to(tl.int32), 1), 0) == 0:
-        again = tl.load(columns, mask=mask, other=float("-inf"))  # to keep no registers for it
+        again = tl.load(columns, mask=known, other=float("-inf")) if PADDED else tl.load(columns)  # to keep no registers for it
         values = _selecting(again, correction, total, largest, SCORE, SCORED, HAS_CORRECTION)
         keys = tl.where(known, _key(values), _LEAST)
         if TOP_GROUPS > 0:
