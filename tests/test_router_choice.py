@@ -81,6 +81,21 @@ def test_logits_that_differ_in_the_last_bit_are_told_apart(backend, steps):
 
 
 @each_backend
+@pytest.mark.parametrize("steps", [1, 2, 5, 60])
+@pytest.mark.parametrize(("groups", "size"), [(8, 8), (3, 5), (16, 1), (2, 16)])
+def test_groups_that_differ_in_the_last_bit_are_told_apart(backend, groups, size, steps):
+    """Of equal groups the lowest are kept, and of equal experts."""
+    logits = 1 + torch.randint(0, steps, (30, groups * size), device=DEVICE) * torch.finfo(torch.float32).eps
+    kept = (groups + 1) // 2
+    config = RouterConfig(kept * size - size // 2, num_groups=groups, top_groups=kept, group_score="max")
+    _, ids = choose_experts(logits, None, config, backend)
+    best = logits.unflatten(1, (groups, size)).amax(dim=2).sort(dim=1, descending=True, stable=True).indices[:, :kept]
+    inside = torch.zeros(30, groups, dtype=torch.bool, device=DEVICE).scatter(1, best, True).repeat_interleave(size, dim=1)
+    falling = logits.masked_fill(~inside, -torch.inf).sort(dim=1, descending=True, stable=True)
+    assert torch.equal(ids, falling.indices[:, : config.top_k])
+
+
+@each_backend
 def test_both_zeros_are_equal(backend):
     ids, _ = chosen(backend, [[-0.0, 0.0, -0.0, 0.0]], top_k=3)
     assert ids == [[0, 1, 2]]
