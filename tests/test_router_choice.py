@@ -96,6 +96,16 @@ def test_groups_that_differ_in_the_last_bit_are_told_apart(backend, groups, size
 
 
 @each_backend
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_closed_experts_of_the_best_groups_come_before_those_of_others(backend, score):
+    closed = -float("inf")
+    logits = [[1.0, 2.0, closed, 5.0, closed, closed], [3.0, closed, closed, 1.0, 1.0, 1.0]]
+    ids, weights = chosen(backend, logits, top_k=3, score=score, num_groups=2, top_groups=1, group_score="max", normalize=True)
+    assert ids == [[3, 4, 5], [0, 1, 2]]
+    assert weights.tolist() == [[1, 0, 0], [1, 0, 0]]
+
+
+@each_backend
 def test_both_zeros_are_equal(backend):
     ids, _ = chosen(backend, [[-0.0, 0.0, -0.0, 0.0]], top_k=3)
     assert ids == [[0, 1, 2]]

@@ -88,10 +88,10 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def _of_best_groups(values: Tensor, config: RouterConfig) -> Tensor:
-    """The values of experts in each token's best groups; -inf elsewhere."""
+    """The values of experts in each token's best groups; -inf elsewhere, and what is -inf itself comes before that."""
     groups = values.unflatten(1, (config.num_groups, -1))
     best = 1 if config.group_score == "max" else min(2, groups.shape[2])
     group_values = groups.topk(best, dim=-1).values.sum(dim=-1)
     best_groups = _largest(group_values, config.top_groups)
     dropped = torch.ones_like(group_values, dtype=torch.bool).scatter_(1, best_groups, False)
-    return groups.masked_fill(dropped[..., None], -torch.inf).flatten(1)
+    return groups.clamp(min=torch.finfo(groups.dtype).min).masked_fill(dropped[..., None], -torch.inf).flatten(1)
