@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -103,6 +105,23 @@ def test_closed_experts_of_the_best_groups_come_before_those_of_others(backend, 
     ids, weights = chosen(backend, logits, top_k=3, score=score, num_groups=2, top_groups=1, group_score="max", normalize=True)
     assert ids == [[3, 4, 5], [0, 1, 2]]
     assert weights.tolist() == [[1, 0, 0], [1, 0, 0]]
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("score", "logits", "correction", "expected"),
+    [
+        ("sigmoid", [1e38, 3e38, 1e38, 2e38], [0.0] * 4, [0, 1]),
+        ("sigmoid", [-300.0, -200.0, -150.0, -120.0], [0.0] * 4, [0, 1]),
+        ("softmax", [0.0, -200.0, -150.0, -120.0], [0.0] * 4, [0, 1]),
+        ("sigmoid", [math.inf, 1.0, 2.0, 3.0], [-1.0, 0.0, 0.0, 0.0], [3, 2]),
+        ("sigmoid", [-math.inf, -1.0, -2.0, -math.inf], [9.0, 0.0, 0.0, 9.0], [1, 2]),
+    ],
+)
+def test_logits_do_not_decide_between_scores_that_are_equal(backend, score, logits, correction, expected):
+    """Those at which a score saturates included; and where they are -inf no correction decides."""
+    ids, _ = chosen(backend, [logits], correction, top_k=2, score=score, normalize=True)
+    assert ids == [expected]
 
 
 @each_backend

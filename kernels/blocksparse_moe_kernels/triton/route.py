@@ -26,7 +26,7 @@ _LEAST = tl.constexpr(-(2**31))
 """Below the key of any number: what cannot be chosen, or was."""
 
 _MOST = tl.constexpr(2**32 - 1)
-"""Above every code."""
+"""No code is above it."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -167,8 +167,8 @@ def _selecting(
     if SCORED:
         values = _score(logits, total, largest, SCORE, False)
     if HAS_CORRECTION:
-        # No bias opens a closed expert: -inf times the least number is -inf; what that makes of other logits does not count.
-        values = tl.fma(logits, tl.full((1, 1), 2.0**-149, tl.float32), values + correction)
+        # No bias opens a closed expert: of -inf the second is -inf, else more than any score.
+        values = tl.minimum(values + correction, tl.fma(logits, 2.0**-25, 2.0**127))
     return values
 
 
@@ -231,7 +231,7 @@ def _in_best_groups(
     for _ in tl.static_range(TOP_GROUPS - 1):
         last += _change_to_next(codes, last)
     clear = _change_to_next(codes, last) <= 2**32 - GROUPS
-    return codes >= tl.where(clear, last, _MOST)
+    return codes > tl.where(clear, last - 1, _MOST)
 
 
 @triton.jit
@@ -248,6 +248,15 @@ def _of_slots(x, SLOTS: tl.constexpr):
     """[ROWS, SLOTS] of what is [ROWS, 1] or has each slot four times."""
     ROWS: tl.constexpr = x.shape[0]
     return tl.max(tl.reshape(tl.broadcast_to(x, (ROWS, SLOTS * 4)), (ROWS, SLOTS, 4)), 2)
+
+
+@triton.jit
+def _load(pointers, known, other: tl.constexpr, PADDED: tl.constexpr):
+    """`other` where a column is no expert."""
+    if PADDED:
+        return tl.load(pointers, mask=known, other=other)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_groups"])
@@ -270,10 +279,8 @@ def _route_kernel(
     here = row < num_tokens
     row = tl.minimum(row, num_tokens - 1)  # a row too many is loaded, and not stored
     columns = Logits + row * stride_t + expert.to(tl.int64) * stride_e
-    logits = tl.load(columns, mask=known, other=float("-inf")) if PADDED else tl.load(columns)
-    correction = 0.0
-    if HAS_CORRECTION:
-        correction = tl.load(Correction + expert, mask=known, other=0.0) if PADDED else tl.load(Correction + expert)
+    logits = _load(columns, known, float("-inf"), PADDED)
+    correction = _load(Correction + expert, known, 0.0, PADDED) if HAS_CORRECTION else 0.0
     total = tl.full((ROWS, 1), 1.0, tl.float32)
     largest = tl.zeros((ROWS, 1), tl.float32)
     if SCORE == "softmax" and (SCORED or not NORMALIZE):
@@ -289,7 +296,7 @@ def _route_kernel(
     slots = tl.arange(0, SLOTS * 4)[None, :] // 4
     ids, clear = _largest_if_clear(codes, slots, NUMBERS, TOP_K)
     if tl.min(tl.min(clear.to(tl.int32), 1), 0) == 0:
-        again = tl.load(columns, mask=known, other=float("-inf")) if PADDED else tl.load(columns)  # to keep no registers for it
+        again = _load(columns, known, float("-inf"), PADDED)  # to keep no registers for it
         values = _selecting(again, correction, total, largest, SCORE, SCORED, HAS_CORRECTION)
         keys = tl.where(known, _key(values), _LEAST)
         if TOP_GROUPS > 0:
