@@ -123,8 +123,9 @@ class GlobalLoad:
         load.reset()
 
     The loss is bilinear in load and probability, and its gradient goes through the probability alone. So ranks whose
-    gradients are averaged get the gradient of the loss over all their tokens, exactly. Over micro-batches the load is that of
-    those seen so far (arXiv:2501.11873). For several layers stack their counts, [layers, E]: one all-reduce for all.
+    gradients are averaged get the gradient of the loss over all their tokens, if each has as many of them. Over micro-batches
+    the load is that of those seen so far (arXiv:2501.11873), padding included. Add outside
+    of what a checkpoint recomputes. For several layers stack their counts, [layers, E]: one all-reduce for all.
 
     Args:
         group: the ranks that have other tokens; None for all of them if torch.distributed is initialised, else this one.
