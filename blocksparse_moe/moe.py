@@ -20,7 +20,7 @@ from blocksparse_moe_kernels import Columns, Topology, get_activation
 from blocksparse_moe_kernels.launch import check_type
 
 from .autocast import autocast_dtype
-from .backends import ExpertSpec, ExpertWeights, check_execution, report, select
+from .backends import ExpertSpec, ExpertWeights, check_execution, check_layer, report, select
 from .backends.execution import Execution
 from .checks import number, positive_integer
 from .router import Router, RouterConfig, RouterOutput
@@ -133,6 +133,7 @@ class Experts(nn.Module):
         self.register_parameter("down_proj", parameter(*down_shape))
         self.register_parameter(f"{self.up_name}_bias", parameter(*up_shape[:-1]) if config.bias else None)
         self.register_parameter("down_proj_bias", parameter(E, H) if config.bias else None)
+        check_layer(self.spec())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -144,9 +145,10 @@ class Experts(nn.Module):
             getattr(self, self.up_name), self.down_proj, getattr(self, f"{self.up_name}_bias"), self.down_proj_bias
         )
 
-    def spec(self, dtype: torch.dtype | None = None) -> ExpertSpec:
-        """What a backend is asked for; `dtype` is that of the weights unless given."""
-        weight = self.down_proj
+    def spec(self, dtype: torch.dtype | None = None, weights: ExpertWeights | None = None) -> ExpertSpec:
+        """What a backend is asked for; `dtype` is that of the weights unless given, and those are read unless they were."""
+        weights = self.weights if weights is None else weights
+        up, weight = weights.up_proj, weights.down_proj
         config = self.config
         return ExpertSpec(
             config.columns,
@@ -156,14 +158,16 @@ class Experts(nn.Module):
             dtype or weight.dtype,
             weight.device,
             config.recompute,
+            up.is_contiguous() and weight.is_contiguous(),
             self.execution,
         )
 
     def forward(self, x: Tensor, topology: Topology, routing_weights: Tensor | None = None) -> Tensor:
         check_type("Experts", "the input", x, Tensor, "Make one with torch.as_tensor.")
-        spec = self.spec(autocast_dtype(self.down_proj))
+        weights = self.weights
+        spec = self.spec(autocast_dtype(weights.down_proj), weights)
         backend, _ = select(spec)
-        return backend.experts(x, topology, routing_weights, self.weights, spec)
+        return backend.experts(x, topology, routing_weights, weights, spec)
 
     def extra_repr(self) -> str:
         config = self.config
@@ -248,7 +252,8 @@ class dMoE(nn.Module):
         see `Router`. With `return_routing` also the `RouterOutput` of its tokens:
         logits, weights, expert_ids, tokens_per_expert, load_balancing_loss, z_loss.
     Raises:
-        ValueError: the last dimension of x is not H, or x is on another device; TypeError: x has no floating dtype.
+        ValueError: an unknown backend or precision, the last dimension of x is not H, or x is on another device; TypeError: x
+            has no floating dtype; NotImplementedError: the backend computes no such layer, or not where it is.
     Source: MegaBlocks, arXiv:2211.15841.
     """
 

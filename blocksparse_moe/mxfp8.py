@@ -6,14 +6,13 @@ y = mxfp8_expert_mlp(x, topology, experts, routing_weights)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blocksparse_moe_kernels import Topology, get_activation
-from blocksparse_moe_kernels.launch import check_operands, check_shape, check_type, check_weights
-from blocksparse_moe_kernels.mxfp8 import MXFP8
+from blocksparse_moe_kernels.config import ceil_div
+from blocksparse_moe_kernels.launch import check_operands, check_same, check_shape, check_type, check_weights
+from blocksparse_moe_kernels.mxfp8 import BLOCK, DTYPES, MXFP8
 
 from . import custom_ops as custom_ops
 from .autocast import autocast_dtype
@@ -21,22 +20,64 @@ from .custom_ops.define import flatten
 from .products import choose, mxfp8_launchers
 
 
-@dataclass(frozen=True, eq=False)
-class MXFP8Experts:
-    """Weights of the experts, each with its blocks along its contraction.
+class MXFP8Experts(nn.Module):
+    """Weights of the experts, each with its blocks along its contraction. What computes is `mxfp8_expert_mlp`.
 
-    Attributes:
-        up_proj: [E, halves * F, H], in blocks along H.
-        down_proj: [E, H, F], in blocks along F.
+    Buffers, all uint8, so that a change of dtype leaves them alone: `up_codes` [E, halves * F, H] and `down_codes` [E, H, F],
+    the bytes of E4M3 numbers, `up_scales` [E, halves * F, ceil(H / 32)] and `down_scales` [E, H, ceil(F / 32)]. They are the
+    state dict, and the arguments: `MXFP8Experts(**torch.load(file))` are those of `torch.save(experts.state_dict(), file)`.
+
+    Raises:
+        TypeError: no tensor of uint8; ValueError: shapes or devices.
     """
 
-    up_proj: MXFP8
-    down_proj: MXFP8
+    up_codes: Tensor
+    up_scales: Tensor
+    down_codes: Tensor
+    down_scales: Tensor
+
+    def __init__(self, up_codes: Tensor, up_scales: Tensor, down_codes: Tensor, down_scales: Tensor) -> None:
+        super().__init__()
+        given = {"up_codes": up_codes, "up_scales": up_scales, "down_codes": down_codes, "down_scales": down_scales}
+        for name, tensor in given.items():
+            check_type("MXFP8Experts", name, tensor, Tensor, "Make them by quantize_experts(up_proj, down_proj).")
+            if tensor.dtype != torch.uint8:
+                raise TypeError(f"MXFP8Experts: {name} must be uint8; got {tensor.dtype}. Codes are given as bytes.")
+            if tensor.device != up_codes.device:
+                raise ValueError(f"MXFP8Experts: up_codes are on {up_codes.device} and {name} on {tensor.device}; move one.")
+            self.register_buffer(name, tensor)
+        _check_shapes("MXFP8Experts", up_codes, down_codes)
+        for name in ("up", "down"):
+            shape = given[f"{name}_codes"].shape
+            check_shape("MXFP8Experts", f"{name}_scales", given[f"{name}_scales"], ((*shape[:-1], ceil_div(shape[-1], BLOCK)),))
+
+    @property
+    def up_proj(self) -> MXFP8:
+        """[E, halves * F, H], in blocks along H: a view, which `dequantize()` makes fp32."""
+        return MXFP8(self.up_codes.view(torch.float8_e4m3fn), self.up_scales, -1, torch.float32)
+
+    @property
+    def down_proj(self) -> MXFP8:
+        """[E, H, F], in blocks along F, as `up_proj`."""
+        return MXFP8(self.down_codes.view(torch.float8_e4m3fn), self.down_scales, -1, torch.float32)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales: 33 for every 32 numbers."""
-        return self.up_proj.nbytes + self.down_proj.nbytes
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def extra_repr(self) -> str:
+        E, H, F = self.down_codes.shape
+        return f"{E} experts, H={H}, F={F}, {self.up_codes.shape[1]} rows up, {self.nbytes:,} bytes on {self.down_codes.device}"
+
+
+def _check_shapes(operation: str, up_proj: Tensor, down_proj: Tensor) -> None:
+    E, H, F = down_proj.shape if down_proj.ndim == 3 else (0, 0, 0)
+    if not E or up_proj.shape not in ((E, F, H), (E, 2 * F, H)):
+        raise ValueError(
+            f"{operation}: up_proj must be [E, 2F, H] or [E, F, H], and down_proj [E, H, F]; got "
+            f"{list(up_proj.shape)} and {list(down_proj.shape)}."
+        )
 
 
 @torch.no_grad()
@@ -44,24 +85,27 @@ def quantize_experts(up_proj: Tensor, down_proj: Tensor, *, backend: str = "auto
     """The weights of experts of one size in MXFP8.
 
     Args:
-        up_proj: [E, halves * F, H], or [E, 2, F, H] for halves that lie apart, as of `ops.expert_mlp`.
-        down_proj: [E, H, F].
+        up_proj: [E, halves * F, H], or [E, 2, F, H] for halves that lie apart, as of `ops.expert_mlp`, in fp64, fp32, fp16 or
+            bf16.
+        down_proj: [E, H, F], in the same dtype.
         backend: "auto", "triton" or "torch"; the result is the same.
     Raises:
-        ValueError: shapes; NotImplementedError: the backend cannot.
+        TypeError: no tensors, or dtypes; ValueError: shapes or devices; NotImplementedError: the backend cannot.
     """
     for name, weight in (("up_proj", up_proj), ("down_proj", down_proj)):
         check_type("quantize_experts", name, weight, Tensor, "Give the stacked weights of the experts.")
+        if weight.dtype not in DTYPES:
+            raise TypeError(
+                f"quantize_experts: {name} must be fp64, fp32, fp16 or bf16; got {weight.dtype}. Give the weights in high "
+                "precision: what is quantised already must be dequantised first."
+            )
     if up_proj.ndim == 4:
         up_proj = up_proj.flatten(1, 2)
-    E, H, F = down_proj.shape if down_proj.ndim == 3 else (0, 0, 0)
-    if not E or up_proj.shape not in ((E, F, H), (E, 2 * F, H)):
-        raise ValueError(
-            "quantize_experts: up_proj must be [E, 2F, H] or [E, F, H], and down_proj [E, H, F]; got "
-            f"{list(up_proj.shape)} and {list(down_proj.shape)}."
-        )
-    quantize = mxfp8_launchers(choose(backend, up_proj.device, up_proj.dtype)[0]).quantize
-    return MXFP8Experts(quantize(up_proj), quantize(down_proj))
+    _check_shapes("quantize_experts", up_proj, down_proj)
+    check_same("quantize_experts", "down_proj", down_proj, "up_proj", up_proj)
+    kernels = mxfp8_launchers(choose(backend, up_proj.device, up_proj.dtype)[0])
+    up, down = kernels.quantize(up_proj), kernels.quantize(down_proj)
+    return MXFP8Experts(up.codes.view(torch.uint8), up.scales, down.codes.view(torch.uint8), down.scales)
 
 
 def mxfp8_expert_mlp(
@@ -115,8 +159,7 @@ def mxfp8_expert_mlp(
             'expert_mlp(..., precision="mxfp8") and weights in high precision.'
         )
     chosen = choose(backend, x.device, dtype)[0]
-    up, down = (code.view(torch.uint8) for code in codes)
     return torch.ops.blocksparse_moe.mxfp8_expert_mlp(
-        x.to(dtype), up, experts.up_proj.scales, up_bias, down, experts.down_proj.scales, down_bias, routing_weights,
-        *flatten(topology, chosen), quantize_activations, activation, chosen,
+        x.to(dtype), experts.up_codes, experts.up_scales, up_bias, experts.down_codes, experts.down_scales, down_bias,
+        routing_weights, *flatten(topology, chosen), quantize_activations, activation, chosen,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from blocksparse_moe.backends.products import NATIVE_MXFP8
 from blocksparse_moe_kernels import Topology, get_activation
 from blocksparse_moe_kernels.config import GemmConfig, ceil_div
 from blocksparse_moe_kernels.mxfp8 import BLOCK, MXFP8
@@ -66,7 +67,7 @@ def mxfp8(architecture: int) -> Iterator[Build]:
         row_product_tile(height, False, architecture, narrow) for height in reversed(HEIGHTS) for narrow in (False, True)
     )
     columns = distinct(column_product_tile(depth, architecture) for depth in reversed(DEPTHS))
-    if architecture not in (90, 100):
+    if architecture not in (90, *NATIVE_MXFP8):
         quantized, plain, columns = quantized[:1], plain[:1], columns[:1]
     yield from (Build(mxfp8_up, layer, architecture, config) for config in quantized)
     yield from (Build(mxfp8_up, layer, architecture, config, WEIGHT_ONLY) for config in plain)

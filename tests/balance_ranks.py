@@ -1,4 +1,4 @@
-"""One rank of `test_router_losses.py`: what balances, over two processes, of halves of one batch; a shared expert, a monitor.
+"""One rank of `test_global_loss.py`: what balances, over two processes, of parts of one batch; a shared expert, a monitor.
 
     torchrun --nproc-per-node 2 -m tests.balance_ranks FOLDER
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blocksparse_moe import MoEConfig, MoEMonitor, Router, RouterConfig, dMoE
 from blocksparse_moe.monitor import SCALARS
-from blocksparse_moe.router import BiasBalancer, GlobalLoad, load_balancing_loss
+from blocksparse_moe.router import BiasBalancer, GlobalLoadBalancingLoss
 
 
 def router(state: dict[str, Tensor]) -> Router:
@@ -50,13 +50,16 @@ def watched(x: Tensor, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
 
 
 def balanced(inputs: dict) -> dict[str, object]:
-    """What balances, after a step of this rank's half of the batch."""
-    layer, rank = router(inputs["state"]), dist.get_rank()
-    balancer, load, losses = BiasBalancer(layer, gamma=0.01), GlobalLoad(), []
-    for x in inputs["x"].chunk(2)[rank].chunk(inputs["micro_batches"]):
-        routing = layer(x)
-        losses.append(load_balancing_loss(routing, load=load.add(routing.tokens_per_expert)))
-        (losses[-1] / inputs["micro_batches"]).backward()
+    """What balances, after a step of this rank's micro-batches."""
+    layer, micro_batches = router(inputs["state"]), inputs["x"][dist.get_rank()]
+    balance, losses = GlobalLoadBalancingLoss(), []
+    if inputs["beforehand"]:
+        for x in micro_batches:
+            balance.count(layer(x))
+    balancer = BiasBalancer(layer, gamma=0.01)
+    for x in micro_batches:
+        losses.append(balance(layer(x)))
+        (losses[-1] / len(micro_batches)).backward()
     dist.all_reduce(layer.weight.grad)
     balancer.step()
     return {"grad": layer.weight.grad / 2, "losses": torch.stack(losses).detach(), "bias": layer.correction_bias}
@@ -67,8 +70,8 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     inputs, rank = torch.load(folder / "inputs.pt"), dist.get_rank()
     found = balanced(inputs) | {
-        "shared": shared_alone(inputs["x"]),
-        "watched": watched(inputs["x"].chunk(2)[rank], dist.group.WORLD),
+        "shared": shared_alone(torch.cat(inputs["x"][0])),
+        "watched": watched(torch.cat(inputs["x"][rank]), dist.group.WORLD),
     }
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()

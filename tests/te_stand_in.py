@@ -10,9 +10,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from blocksparse_moe import products
+from blocksparse_moe.backends import products as backend_products
+from blocksparse_moe.backends import te as te_backend
 from blocksparse_moe.backends.te.engine import Engine
 
 HOPPER = Engine(
@@ -41,8 +45,16 @@ BLACKWELL = Engine(
 )
 
 
+def answer(monkeypatch: pytest.MonkeyPatch, engine: Engine | str) -> None:
+    """The answers of a device, or why there are none, in place of Transformer Engine's."""
+    major, minor = (9, 0) if isinstance(engine, str) else engine.capability
+    monkeypatch.setattr(te_backend, "ask", lambda device: engine)
+    monkeypatch.setattr(products, "_capability", lambda device: (major, minor))
+    monkeypatch.setattr(backend_products, "architecture_of", lambda device: 10 * major + minor)
+
+
 class _Linear(torch.autograd.Function):
-    """x W^T, whose weight gradient goes to `main_grad` if asked for."""
+    """x W^T, whose weight gradient goes to `main_grad` if asked for, and nowhere if the weight wants none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
@@ -53,10 +65,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grad @ weight, None, None
         grad_weight = grad.T @ x
-        if ctx.main_grad is not None:
-            ctx.main_grad.copy_(grad_weight if ctx.overwrite else ctx.main_grad + grad_weight)
-        return grad @ weight, None if ctx.main_grad is not None else grad_weight, None
+        if ctx.main_grad is None:
+            return grad @ weight, grad_weight, None
+        ctx.main_grad.copy_(grad_weight if ctx.overwrite else ctx.main_grad + grad_weight)
+        return grad @ weight, None, None
 
 
 class GroupedLinear(nn.Module):

@@ -132,10 +132,14 @@ def test_moving_average_is_that_of_a_step_and_forgets_what_was_not_finite():
         assert average[name] == pytest.approx(window[name], rel=1e-5)
     x = tokens(10)
     x[0] = torch.nan
-    layer(x)
-    for step in range(4):
+    for _ in range(20):
+        layer(x)
         monitor.step()
+    for name, value in average.items():
+        assert monitor.read(over="ema")[""].scalars[name] == pytest.approx(value, nan_ok=True), name
+    for step in range(3):
         layer(tokens(10, step))
+        monitor.step()
     assert all(math.isfinite(monitor.read(over)[""].scalars["z_loss"]) for over in ("ema", "window"))
 
 

@@ -1,4 +1,5 @@
-"""The MXFP8 kernels compile for every architecture: multiplied natively on sm_100, widened elsewhere; no spills on sm_90."""
+"""The MXFP8 kernels compile for every architecture: multiplied natively on sm_100 and sm_120, widened elsewhere; no spills on
+sm_90."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
+from blocksparse_moe.backends.products import NATIVE_MXFP8
 from blocksparse_moe_kernels.config import SHARED_MEMORY_KB
 from blocksparse_moe_kernels.triton import __path__ as kernel_folders
 
@@ -29,14 +31,15 @@ def faults(report: Report) -> list[str]:
         found.append("needs more shared memory than a block has")
     if report.config is None:
         return found
+    is_native = architecture in NATIVE_MXFP8
     of_weights_only = "quantized=False" in report.build
     if report.dtype != "fp32" or not of_weights_only:
         expected = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(architecture, "mma.sync")
         multiplies = [name for name, count in report.instructions.items() if "mma" in name and count]
         if multiplies != [expected]:
             found.append(f"multiplies with {multiplies or 'no tensor core'} instead of {expected}")
-    if architecture == 100 and not of_weights_only and report.instructions[NATIVE] != report.instructions["tcgen05.mma"]:
-        found.append("does not multiply blocks with their scales")
+        if not of_weights_only and (report.instructions[NATIVE] == report.instructions[expected]) != is_native:
+            found.append(f"{'does not multiply' if is_native else 'multiplies'} blocks with their scales")
     if architecture == 90 and report.layout not in WITHOUT_HINTS and report.stack:
         found.append("spills registers")
     return found
@@ -46,7 +49,7 @@ def faults(report: Report) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(one, marks=[] if one in (90, 100) else pytest.mark.aot_full, id=f"sm_{one}") for one in ARCHITECTURES],
+    [pytest.param(one, marks=[] if one in (90, 100, 120) else pytest.mark.aot_full, id=f"sm_{one}") for one in ARCHITECTURES],
 )
 def test_mxfp8(architecture, tmp_path):
     reports = compile_ahead(tmp_path, architecture, "mxfp8")

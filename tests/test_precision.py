@@ -49,7 +49,7 @@ def test_the_report_says_emulated():
     assert "precision='mxfp8'" in repr(dMoE(CONFIG, precision="mxfp8"))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 103, 120])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_where_it_is_native(monkeypatch, capability):
     from blocksparse_moe.backends import BACKENDS, ExpertSpec, products
     from blocksparse_moe_kernels import Columns
@@ -58,7 +58,9 @@ def test_where_it_is_native(monkeypatch, capability):
     execution = Execution("triton", "mxfp8")
     spec = ExpertSpec(Columns.equal(32, 2), 32, "swiglu", False, torch.bfloat16, torch.device("cuda"), execution=execution)
     (line,) = BACKENDS["triton"].describe(spec)
-    assert ("native" in line) == (capability in (100, 103))
+    kind = "native" if capability >= 100 else "emulated"
+    assert f"precision mxfp8, {kind}" in line and BACKENDS["triton"].brief(spec) == f"mxfp8, {kind}"
+    assert ("never run here" in line) == (kind == "native")
 
 
 @pytest.mark.slow
@@ -75,13 +77,13 @@ def test_compiled_in_a_precision(precision, backend):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"precision": "fp8_block"}, "has no fp8_block; backend='te' has it"),
-        ({"precision": "nvfp4"}, "has no nvfp4; backend='te' has it"),
-        ({"require_fused": True}, "has no fused grouped MLP"),
+        ({"precision": "fp8_block"}, "has no fp8_block. The nearest that runs here is .*precision=None"),
+        ({"precision": "nvfp4"}, "has no nvfp4. The nearest that runs here is .*precision=None"),
+        ({"require_fused": True}, "has no fused grouped MLP.* The nearest that runs here is require_fused=False"),
     ],
 )
 def test_what_a_backend_never_has_is_refused_at_once(backend, wanted, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(NotImplementedError, match=message):
         dMoE(CONFIG, device="meta", backend=backend, **wanted)
 
 
@@ -100,6 +102,9 @@ def test_experts_of_unequal_size_are_refused():
     layer = dMoE(MoEConfig(64, (32, 64), 2), device=DEVICE, precision="mxfp8")
     with pytest.raises(NotImplementedError, match="where experts have one size; these differ"):
         select(layer.experts.spec())
+    for backend, precision in (("torch", "mxfp8"), ("te", "fp8_block"), ("te", None)):
+        with pytest.raises(NotImplementedError, match=r"one size.*; these differ"):
+            dMoE(layer.config, device="meta", backend=backend, precision=precision)
 
 
 def test_autocast_and_bf16():
@@ -107,7 +112,8 @@ def test_autocast_and_bf16():
     x = torch.randn(5, 64, device=DEVICE)
     with pytest.raises(ValueError, match=r'precision="bf16": the experts compute in torch.float32'):
         layer(x)
-    assert "nothing runs here" in layer.backend_report()
+    text = layer.backend_report()
+    assert "nothing runs here" in text and "possible" not in text
     with torch.autocast(DEVICE.type, torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
         assert layer.backend_report().startswith("backend ")

@@ -233,8 +233,32 @@ def test_replay_does_not_guess_which_call_is_made_once_more(use_reentrant):
         y = checkpoint(layer, x, use_reentrant=use_reentrant) + checkpoint(layer, 2 * x, use_reentrant=use_reentrant)
         with pytest.raises(ValueError, match="'router' was called twice before a backward pass"):
             y.sum().backward()
-    with pytest.raises(ValueError, match=r"\['router'\] were not called"), replay_routing(layer, recording):
+    with pytest.raises(ValueError, match=r"some were not made: {'router': '1 of 2'}"), replay_routing(layer, recording):
+        layer(x)
+
+
+def test_a_model_without_routers_has_nothing_to_record():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="record_routing: Linear has no Router"), record_routing(model):
         pass
+    with pytest.raises(ValueError, match="replay_routing: Linear has no Router"), replay_routing(model, {}):
+        pass
+
+
+def test_balanced_ids():
+    for T, K, experts in ((12, 2, 6), (7, 3, 5), (0, 1, 1), (3, 4, 4)):
+        ids = balanced_ids(T, K, experts)
+        counts = ids.flatten().bincount(minlength=experts)
+        assert ids.shape == (T, K) and counts.max() - counts.min() <= 1
+        assert all(len(set(row)) == K for row in ids.tolist())
+    for arguments, message in (
+        ((-1, 1, 1), "num_tokens must be at least 0"),
+        ((1, 0, 1), "top_k must be at least 1"),
+        ((1, 1, 0), "num_experts must be at least 1"),
+        ((1, 3, 2), "top_k must be at most num_experts=2; got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            balanced_ids(*arguments)
 
 
 def test_given_ids_are_not_left_out():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -115,13 +116,32 @@ def test_closed_experts_of_the_best_groups_come_before_those_of_others(backend, 
         ("sigmoid", [-300.0, -200.0, -150.0, -120.0], [0.0] * 4, [0, 1]),
         ("softmax", [0.0, -200.0, -150.0, -120.0], [0.0] * 4, [0, 1]),
         ("sigmoid", [math.inf, 1.0, 2.0, 3.0], [-1.0, 0.0, 0.0, 0.0], [3, 2]),
-        ("sigmoid", [-math.inf, -1.0, -2.0, -math.inf], [9.0, 0.0, 0.0, 9.0], [1, 2]),
+        ("sigmoid", [-math.inf, -1.0, -2.0, -math.inf], [9.0, 0.0, 0.0, 9.0], [0, 3]),
+        ("sqrt_softplus", [-140.0, -130.0, -120.0, -125.0], [0.0] * 4, [2, 3]),
     ],
 )
 def test_logits_do_not_decide_between_scores_that_are_equal(backend, score, logits, correction, expected):
-    """Those at which a score saturates included; and where they are -inf no correction decides."""
+    """Those at which a score saturates included."""
     ids, _ = chosen(backend, [logits], correction, top_k=2, score=score, normalize=True)
     assert ids == [expected]
+
+
+@each_backend
+@pytest.mark.parametrize("score", SCORES)
+def test_equal_logits_are_equal_wherever_they_are(backend, score):
+    """So are their scores, in every part that a processor computes by itself."""
+    E = 101
+    logits = torch.linspace(-8, 8, 501, device=DEVICE)[:, None].expand(-1, E).contiguous()
+    _, ids = choose_experts(logits, torch.zeros(E, device=DEVICE), RouterConfig(3, score=score, correction_bias=True), backend)
+    assert torch.equal(ids, torch.arange(3, device=DEVICE).expand(501, 3))
+
+
+@each_backend
+def test_scores_of_small_logits(backend):
+    """sqrt(softplus(z)) is exp(z / 2) there, far below where exp(z) is a normal number."""
+    logits = torch.linspace(-160, -10, 151, device=DEVICE)[:, None]
+    weights, _ = choose_experts(logits, None, RouterConfig(1, normalize=False, score="sqrt_softplus"), backend)
+    torch.testing.assert_close(weights, F.softplus(logits.double()).log().div(2).exp().float(), rtol=1e-5, atol=0)
 
 
 @each_backend

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import MoEConfig, Router, RouterConfig, RouterOutput, dMoE
-from blocksparse_moe.router import BiasBalancer, GlobalLoad, importance_loss, load_balancing_loss, load_loss, z_loss
+from blocksparse_moe.router import BiasBalancer, importance_loss, load_balancing_loss, load_loss, z_loss
 from blocksparse_moe_kernels import reference
 
 from .router_support import given_logits
 from .support import DEVICE, HAS_CUDA
-
-ROOT = Path(__file__).parents[1]
 
 
 def routed(logits: Tensor, top_k: int = 1, **options) -> RouterOutput:
@@ -168,8 +162,6 @@ def test_what_is_refused():
         load_balancing_loss(routing, sequences=2)
     with pytest.raises(ValueError, match=r"mask must have an element for each of the 9 tokens; got \[8\]"):
         z_loss(routing, mask=torch.ones(8))
-    with pytest.raises(ValueError, match=r"load must be \[4\], and goes with sequences=1"):
-        load_balancing_loss(routing, load=torch.ones(5))
     with pytest.raises(ValueError, match="the router drew no noise"):
         load_loss(routing)
 
@@ -214,79 +206,6 @@ def test_the_smooth_load_of_closed_experts_and_of_small_noise():
     torch.nn.init.constant_(router.noise_weight, -20)
     router(torch.ones(3, 3, device=DEVICE)).weights[:, 0].sum().backward()
     assert router.noise_weight.grad.isfinite().all()
-
-
-# -------------------------------------------------------------------- over micro-batches and ranks
-
-
-@pytest.mark.case("N5")
-def test_the_strength_does_not_depend_on_accumulation():
-    router, x = given_logits(torch.randn(12, 6), 2, normalize=True)
-
-    def grad(times: int) -> Tensor:
-        router.weight.grad, load = None, GlobalLoad()
-        for _ in range(times):
-            routing = router(x.detach())
-            (load_balancing_loss(routing, load=load.add(routing.tokens_per_expert)) / times).backward()
-        return router.weight.grad
-
-    torch.testing.assert_close(grad(4), grad(1))
-    torch.testing.assert_close(grad(1), torch.autograd.grad(load_balancing_loss(router(x)), router.weight)[0])
-
-
-def test_a_step_begins_anew():
-    load = GlobalLoad()
-    assert load.add(torch.tensor([1, 2])).tolist() == [1, 2]
-    assert load.add(torch.tensor([3, 0])).tolist() == [4, 2]
-    load.reset()
-    assert load.add(torch.tensor([0, 5])).tolist() == [0, 5]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """Runs `balance_ranks`: (its inputs, what each rank found)."""
-
-    def run(micro_batches: int) -> tuple[dict, list[dict]]:
-        folder = tmp_path_factory.mktemp("ranks")
-        router = Router(6, 4, RouterConfig(2, score="sigmoid", correction_bias=True), init_std=1.0)
-        inputs = {"x": torch.randn(16, 6), "state": router.state_dict(), "micro_batches": micro_batches}
-        torch.save(inputs, folder / "inputs.pt")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command += ["-m", "tests.balance_ranks", str(folder)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return inputs, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.case("R1")
-@pytest.mark.case("N5")
-@pytest.mark.case("N9")
-@pytest.mark.case("N10")
-def test_two_ranks_are_as_one(two_ranks):
-    """Half of the tokens on each: averaged gradients, mean loss and moved biases are those of the whole batch."""
-    from .balance_ranks import router, watched
-
-    inputs, found = two_ranks(micro_batches=1)
-    layer = router(inputs["state"])
-    balancer = BiasBalancer(layer, gamma=0.01)
-    loss = load_balancing_loss(layer(inputs["x"]))
-    loss.backward()
-    balancer.step()
-    assert layer.correction_bias.any()
-    for rank in found:
-        torch.testing.assert_close(rank["grad"], layer.weight.grad)
-        assert torch.equal(rank["bias"], layer.correction_bias)
-        for name, value in watched(inputs["x"], None).items():
-            torch.testing.assert_close(rank["watched"][name], value, msg=name)
-        assert torch.equal(*rank["shared"]), "a shared expert counts once, whatever the number of ranks"
-    torch.testing.assert_close(torch.cat([rank["losses"] for rank in found]).mean(), loss.detach())
-
-    _, found = two_ranks(micro_batches=4)
-    assert torch.equal(found[0]["bias"], found[1]["bias"]) and torch.equal(found[0]["grad"], found[1]["grad"])
 
 
 # -------------------------------------------------------------------- balance without a loss
@@ -363,6 +282,49 @@ def test_the_average_of_the_load_outlives_a_step():
         balancer.step()
     assert balancer._loads[0].tolist() == [2, 0, 6, 0]
     assert (router.correction_bias * 1e6).round().tolist() == [1, 2, -2, 2]  # 2 is the mean: no move at the second step
+
+
+def test_padding_is_not_balanced():
+    model, x = layers(BALANCED), torch.randn(3, 10, 8, device=DEVICE)
+    balancer, mask = BiasBalancer(model), torch.rand(3, 10, device=DEVICE) < 0.5
+    balancer.mask = mask
+    model(x)
+    balancer.remove()
+    assert torch.equal(balancer._counts[0], model[0](x[mask], return_routing=True)[1].tokens_per_expert)
+
+
+def test_steps_without_tokens_move_nothing():
+    model = layers(BALANCED)
+    balancer = BiasBalancer(model, ema=0.5)
+    model(torch.randn(30, 8, device=DEVICE))
+    balancer.step()
+    bias, load = model[0].router.correction_bias.clone(), balancer._loads[0].clone()
+    assert bias.any()
+    balancer.step()
+    assert torch.equal(model[0].router.correction_bias, bias) and torch.equal(balancer._loads[0], load)
+
+
+def test_a_training_that_goes_on():
+    model, x = layers(BALANCED, BALANCED), torch.randn(2, 30, 8, device=DEVICE)
+    balancer = BiasBalancer(model, ema=0.9)
+    model(x[0])
+    balancer.step()
+    saved = io.BytesIO()
+    torch.save((model.state_dict(), balancer.state_dict()), saved)
+    saved.seek(0)
+    states = torch.load(saved, weights_only=True)
+    other = layers(BALANCED, BALANCED)
+    other.load_state_dict(states[0])
+    resumed = BiasBalancer(other, ema=0.9)
+    resumed.load_state_dict(states[1])
+    for one in (model, other):
+        one(x[1])
+    balancer.step()
+    resumed.step()
+    for key, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value)
+    with pytest.raises(ValueError, match="2 routers; the model has 1"):
+        BiasBalancer(layers(BALANCED)).load_state_dict(states[1])
 
 
 def test_a_copy_of_a_balanced_model_has_its_own_counts():

@@ -93,9 +93,19 @@ def dense(ids: Tensor, weights: Tensor) -> Tensor:
 LOGITS = {
     "random": lambda: torch.randn(T, E),
     "all negative": lambda: -5 - torch.randn(T, E).abs(),
-    "large": lambda: 8 * torch.randn(T, E),  # larger ones underflow in softmax: ties there, not here
+    "large": lambda: 8 * torch.randn(T, E),
     "one far off": lambda: torch.randn(T, E).index_fill(1, torch.tensor([3]), -1e30),
+    "huge": lambda: 1e4 * torch.randn(T, E),
+    "some -inf": lambda: torch.randn(T, E).masked_fill(torch.rand(T, E) < 0.4, -torch.inf),
+    "huge and -inf": lambda: (1e30 * torch.randn(T, E)).masked_fill(torch.rand(T, E) < 0.3, -torch.inf),
 }
+
+
+def inputs(logits: Tensor, hidden_size: int) -> Tensor:
+    """Tokens with these logits, by the weight of `test_preset`: -inf is 10 * -1e38."""
+    closed = logits == -torch.inf
+    x = torch.cat((logits.masked_fill(closed, 0), -1e38 * closed, torch.zeros(T, hidden_size - 2 * E)), 1)
+    return x.requires_grad_()
 
 
 @pytest.mark.parametrize("logits", ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LOGITS)[1:])])
@@ -105,7 +115,7 @@ def test_preset(preset, logits, monkeypatch):
     block, experts, weight, bias, correction = parts(row, monkeypatch)
     router = Router(weight.shape[1], E, RouterConfig.preset(preset, **row.changes))
     with torch.no_grad():
-        weight.copy_(torch.eye(E, weight.shape[1]))
+        weight.copy_(torch.cat((torch.eye(E), 10 * torch.eye(E), torch.zeros(E, weight.shape[1] - 2 * E)), 1))
         if correction is not None:
             correction.copy_(0.1 * torch.randn(E))
             router.correction_bias.copy_(correction)
@@ -113,18 +123,27 @@ def test_preset(preset, logits, monkeypatch):
         if bias is not None:
             router.bias.copy_(bias)
     assert (router.bias is None) == (bias is None) and (router.correction_bias is None) == (correction is None)
-    x = torch.cat((LOGITS[logits](), torch.zeros(T, weight.shape[1] - E)), 1).requires_grad_()
+    x = inputs(LOGITS[logits](), weight.shape[1])
 
     out = router(x)
     ids, weights = theirs(block, experts, x)
-    assert torch.equal(out.expert_ids.sort(dim=-1).values, ids.long().sort(dim=-1).values)
-    torch.testing.assert_close(dense(out.expert_ids, out.weights), dense(ids, weights), rtol=2e-6, atol=1e-7)
-    coefficients = torch.randn(T, E)
+    has_weight = weights.sum(dim=1, keepdim=True) > 0
+    assert has_weight.float().mean() > 0.9
+    if logits in ("huge", "some -inf", "huge and -inf"):  # scores that underflow tie: such experts, of weight nil, may be any
+        assert torch.equal(out.logits == -torch.inf, x[:, E : 2 * E] < 0)
+        others = dense(out.expert_ids, torch.ones_like(weights)) != dense(ids, torch.ones_like(weights))
+        assert not (others & has_weight & (dense(ids, weights) > 0)).any()
+    else:
+        assert torch.equal(out.expert_ids.sort(dim=-1).values, ids.long().sort(dim=-1).values)
+    ours, expected = (dense(*chosen) * has_weight for chosen in ((out.expert_ids, out.weights), (ids, weights)))
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=1e-7)
+    coefficients = torch.randn(T, E) * has_weight
     ours, others = (
         torch.autograd.grad((dense(*chosen) * coefficients).sum(), (x, gate_weight))
         for chosen, gate_weight in (((out.expert_ids, out.weights), router.weight), ((ids, weights), weight))
     )
     for one, other in zip(ours, others, strict=True):
+        one, other = one[:, :E], other[:, :E]
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max().clamp(min=1)))
 
 

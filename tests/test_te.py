@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from types import ModuleType
 
@@ -13,7 +15,6 @@ import torch
 
 from blocksparse_moe import MoEConfig, dMoE, products
 from blocksparse_moe.backends import ExpertSpec, report, select
-from blocksparse_moe.backends import te as te_backend
 from blocksparse_moe.backends.execution import Execution
 from blocksparse_moe.backends.te import engine as te_engine
 from blocksparse_moe.backends.te.fused import conditions
@@ -22,7 +23,7 @@ from blocksparse_moe.backends.te.recipes import RECIPES
 from blocksparse_moe.backends.te.weights import stacked_grads, views_of
 from blocksparse_moe_kernels import Columns
 
-from .te_stand_in import BLACKWELL, HOPPER
+from .te_stand_in import BLACKWELL, HOPPER, answer
 
 CUDA = torch.device("cuda", 0)
 
@@ -35,13 +36,7 @@ def spec(precision: str | None = None, *, require_fused: bool = False, **changes
 
 @pytest.fixture
 def on(monkeypatch):
-    """Answers of a device, or a reason, in place of Transformer Engine's."""
-
-    def answer(engine):
-        monkeypatch.setattr(te_backend, "ask", lambda device: engine)
-        monkeypatch.setattr(products, "_capability", lambda device: getattr(engine, "capability", (9, 0)))
-
-    return answer
+    return partial(answer, monkeypatch)
 
 
 # -------------------------------------------------------------------- what it refuses
@@ -54,38 +49,51 @@ def on(monkeypatch):
         ({"columns": Columns.of([1, 2, 3, 4])}, "multiplies experts of one size only"),
         ({"dtype": torch.float64}, "computes in bf16, fp16 and fp32; got torch.float64"),
         ({"recompute": True}, "does not recompute .*transformer_engine.pytorch.checkpoint"),
+        ({"contiguous": False}, "takes each expert's matrices contiguous"),
     ],
 )
 def test_refusals_of_the_layer(on, change, reason):
     on(HOPPER)
     with pytest.raises(NotImplementedError, match=f"backend 'te' {reason}"):
         select(spec(**change))
+    auto = replace(spec(**change), execution=Execution())
+    assert re.search(rf"\n  te: {reason}", report(auto))
 
 
 @pytest.mark.parametrize(
-    ("precision", "nearest"), [("mxfp8", "fp8_block"), ("nvfp4", "fp8_block"), ("fp8_block", None), ("bf16", None)]
+    ("precision", "emulated"),
+    [("mxfp8", "backend='auto'"), ("nvfp4", "precision='mxfp8', backend='auto'"), ("fp8_block", None)],
 )
-def test_recipes_of_hopper(on, precision, nearest):
+def test_recipes_of_hopper(on, precision, emulated):
     on(HOPPER)
-    if nearest is None:
+    if emulated is None:
         assert select(spec(precision))[0].name == "te"
         return
     with pytest.raises(NotImplementedError) as error:
         select(spec(precision))
     reason = str(HOPPER.available[precision]).rstrip(".")
     assert f"cannot compute in {precision} on cuda:0 (compute capability 9.0): {reason}." in str(error.value)
-    assert f'The nearest that runs here is precision="{nearest}"' in str(error.value)
-    assert ("backend='triton' emulates mxfp8" in str(error.value)) == (precision == "mxfp8")
+    assert str(error.value).endswith(
+        "The nearest that runs here is precision='fp8_block' (te: fp8_block, unfused), "
+        f"or {emulated} (triton: mxfp8, emulated)."
+    )
 
 
 def test_the_nearest_recipe_is_one_that_runs(on):
     on(replace(HOPPER, capability=(8, 0), available=dict.fromkeys(HOPPER.available, "too old.")))
     for precision in set(RECIPES) - {"bf16"}:
-        with pytest.raises(NotImplementedError, match="nearest that runs here is the dtype of the weights: leave"):
+        with pytest.raises(NotImplementedError, match=r"that runs here is precision=None \(te: bfloat16, unfused\), or"):
             select(spec(precision))
     on(replace(HOPPER, available=HOPPER.available | {"fp8_block": "CUDA >= 12.9 is needed."}))
-    with pytest.raises(NotImplementedError, match='nearest that runs here is precision="fp8_current"'):
+    with pytest.raises(NotImplementedError, match=r"nearest that runs here is precision='fp8_current' \(te: .*\)\.$"):
         select(spec("fp8_block"))
+
+
+def test_a_reason_that_is_empty(on):
+    for reason in ("", " ."):
+        on(replace(HOPPER, available=HOPPER.available | {"fp8_block": reason}))
+        with pytest.raises(NotImplementedError, match=r"\(compute capability 9.0\): Transformer Engine gave no reason\. The"):
+            select(spec("fp8_block"))
 
 
 @pytest.mark.parametrize(("precision", "multiple"), [("fp8_current", 16), ("fp8_block", 16), ("mxfp8", 32)])
@@ -93,7 +101,7 @@ def test_sizes_that_a_recipe_cannot_take(on, precision, multiple):
     on(BLACKWELL)
     with pytest.raises(
         NotImplementedError,
-        match=f"with sizes 200: H and F must be multiples of {multiple}. The nearest that takes them is the dtype",
+        match=rf"with sizes 200: H and F must be multiples of {multiple}\. The nearest that runs here is .*mxfp8, native\)",
     ):
         select(spec(precision, hidden_size=200))
     assert select(spec("bf16", hidden_size=201))[0].name == "te"
@@ -110,7 +118,7 @@ def test_other_backends_leave_fp8_to_it(on):
     on(HOPPER)
     for name in ("torch", "triton"):
         with pytest.raises(
-            NotImplementedError, match=f"backend '{name}' has no fp8_current; backend='te' has it on a CUDA device"
+            NotImplementedError, match=rf"backend '{name}' has no fp8_current. .* backend='auto' \(te: fp8_current, unfused\)"
         ):
             select(replace(spec(), execution=Execution(name, "fp8_current")))
     auto = replace(spec(), execution=Execution("auto", "fp8_current"))
@@ -154,6 +162,8 @@ def fresh_load():
         ("2.20.2", OSError("libtransformer_engine.so"), "cannot be imported beside torch .*OSError: libtransformer_engine.so"),
         ("2.20.2", AssertionError("Minimum torch"), "cannot be imported.*AssertionError: Minimum torch"),
         ("2.20.2", ValueError("invalid literal for int()"), "cannot be imported.*ValueError: invalid literal"),
+        ("2.20.2", SystemExit(1), "cannot be imported.*SystemExit: 1"),
+        ("2.20.2", SystemExit(), "cannot be imported.*SystemExit, which gave no reason"),
     ],
 )
 def test_an_engine_that_is_not_there(monkeypatch, fresh_load, version, failure, message):
@@ -182,12 +192,51 @@ def test_an_engine_that_is_not_there(monkeypatch, fresh_load, version, failure, 
     assert ("transformer_engine" in sys.modules) == was_there
 
 
+def test_an_interruption_while_it_is_imported_is_one(monkeypatch, fresh_load):
+    def interrupted(name: str) -> ModuleType:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(te_engine, "installed", lambda: "2.20.2")
+    monkeypatch.setattr(te_engine, "import_module", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        te_engine.load()
+
+
+def test_a_pre_release_is_taken_for_its_release(monkeypatch, fresh_load):
+    monkeypatch.setattr(te_engine, "installed", lambda: "2.17.0rc1")
+    monkeypatch.setattr(te_engine, "import_module", ModuleType)
+    assert isinstance(te_engine.load(), ModuleType)
+
+
+@pytest.mark.parametrize("failure", [SystemExit(1), RuntimeError("no driver")])
+def test_an_engine_that_does_not_answer(monkeypatch, fresh_load, failure):
+    def broken(te: ModuleType, device: torch.device) -> None:
+        raise failure
+
+    monkeypatch.setattr(te_engine, "load", lambda: ModuleType("te"))
+    monkeypatch.setattr(te_engine, "_answers", broken)
+    assert f"which does not answer: {type(failure).__name__}: {failure}" in te_engine.ask(CUDA)
+
+
+def test_answers_without_a_reason(monkeypatch):
+    """Some questions are answered by no, and None."""
+    te = ModuleType("te")
+    for question in te_engine.QUESTIONS.values():
+        setattr(te, question, lambda return_reason: (False, None))
+    version = ModuleType("transformer_engine_torch")
+    version.get_cublasLt_version = lambda: 130100
+    monkeypatch.setattr(te_engine, "import_module", lambda name: version)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert set(te_engine._answers(te, CUDA).available.values()) == {""}
+
+
 # -------------------------------------------------------------------- fused or not
 
 
 def test_every_condition_is_named(on):
     on(BLACKWELL)
-    assert all(condition.holds for condition in conditions(BLACKWELL, "mxfp8", spec("mxfp8")))
+    assert all(condition.holds for condition in conditions(BLACKWELL, spec("mxfp8")))
     text = report(spec("mxfp8"))
     assert "fused grouped MLP; the conditions:" in text and "unfused" not in text and "FAILS" not in text
     assert "never run here by this project" in text and "padded to 256" in text
@@ -197,7 +246,7 @@ def test_every_condition_is_named(on):
 @pytest.mark.parametrize(("registered", "fails"), [(True, []), (False, ["NVTE_CUTEDSL_FUSED_GROUPED_MLP", "registered"])])
 def test_a_variable_that_may_have_come_too_late(on, registered, fails):
     engine = replace(BLACKWELL, imported_before=True, fused_registered=registered)
-    failing = [condition for condition in conditions(engine, "mxfp8", spec("mxfp8")) if not condition.holds]
+    failing = [condition for condition in conditions(engine, spec("mxfp8")) if not condition.holds]
     assert len(failing) == len(fails) and all(words in str(one) for words, one in zip(fails, failing, strict=True))
     on(engine)
     assert "set to 1 now, but it was imported before this package could look" in report(spec("mxfp8"))
@@ -217,21 +266,24 @@ def test_the_variable_is_read_before_the_import(monkeypatch, fresh_load):
 
 def test_a_frontend_of_no_version(on):
     (condition,) = (
-        one
-        for one in conditions(replace(BLACKWELL, cudnn_frontend="main-abc"), "mxfp8", spec("mxfp8"))
-        if "frontend" in one.needs
+        one for one in conditions(replace(BLACKWELL, cudnn_frontend="main-abc"), spec("mxfp8")) if "frontend" in one.needs
     )
     assert not condition.holds and "main-abc" in str(condition)
 
 
 @pytest.mark.parametrize(
     ("precision", "advice"),
-    [("mxfp8", "emulates mxfp8 without it"), ("fp8_block", "precision=\"mxfp8\" with backend='auto'"), (None, "needs none")],
+    [
+        ("mxfp8", "or backend='auto' ({}: mxfp8, emulated)"),
+        ("fp8_block", "or precision='mxfp8', backend='auto' ({}: mxfp8, emulated)"),
+        (None, "is backend='auto' ({}: bfloat16)"),
+    ],
 )
 def test_what_runs_without_it(on, precision, advice):
     on("needs Transformer Engine >= 2.17, which is not installed")
     for device in (CUDA, torch.device("cpu")):
-        with pytest.raises(NotImplementedError, match=re.escape(advice)):
+        name = "triton" if device.type == "cuda" else "torch"
+        with pytest.raises(NotImplementedError, match=re.escape(advice.format(name))):
             select(spec(precision, device=device))
 
 
@@ -267,12 +319,42 @@ def test_a_report_of_hopper(on):
     for words in (
         "Transformer Engine 2.20.2, cuBLASLt 13.1",
         "precision fp8_current: Float8CurrentScaling, rows of each expert padded to 16",
-        "unfused grouped MLP",
-        "FAILS: precision mxfp8 (fp8_current)",
+        "unfused grouped MLP: fused are those of mxfp8 only",
         "no CUDA graphs",
         "torch.compile",
     ):
         assert words in text
+    assert "FAILS" not in text, "conditions are for whom they concern"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        (torch.bfloat16, "precision bfloat16: GEMMs in bf16"),
+        (torch.float16, "precision float16: GEMMs in fp16"),
+        (torch.float32, "precision float32: GEMMs of fp32, which Transformer Engine multiplies in TF32"),
+    ],
+)
+def test_without_a_precision_the_report_names_the_dtype(on, dtype, words):
+    on(HOPPER)
+    plain = spec(dtype=dtype)
+    assert f"  {words}, rows" in report(plain)
+    assert select(plain)[0].brief(plain) == f"{str(dtype).removeprefix('torch.')}, unfused"
+    with pytest.raises(NotImplementedError, match=rf"FAILS: precision mxfp8 \({str(dtype).removeprefix('torch.')}\)"):
+        select(spec(dtype=dtype, require_fused=True))
+
+
+def test_a_recipe_that_cannot_run_and_a_path_that_is_not_fused(on):
+    """Both are said."""
+    on(HOPPER)
+    with pytest.raises(NotImplementedError, match=r"MXFP8 execution; it would run unfused, .*: FAILS: compute capability 10"):
+        select(spec("mxfp8", require_fused=True))
+
+
+def test_a_report_advises_nothing_that_is_done_already(on):
+    on("needs Transformer Engine >= 2.17, which is not installed")
+    text = report(replace(spec(), execution=Execution("auto", "mxfp8")))
+    assert text.startswith("backend triton") and text.endswith("  te: needs Transformer Engine >= 2.17, which is not installed")
 
 
 def test_the_order_of_the_fused_kernel():

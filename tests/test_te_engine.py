@@ -290,7 +290,7 @@ def test_mxfp8_is_refused_here():
     layer = build(4, "mxfp8")
     x = torch.randn(8, 256, device=DEVICE, dtype=torch.bfloat16)
     with pytest.raises(
-        NotImplementedError, match=r"cannot compute in mxfp8.*The nearest that runs here is precision=\"fp8_block\""
+        NotImplementedError, match=r"cannot compute in mxfp8.*The nearest that runs here is precision='fp8_block'"
     ):
         layer(x, Topology.from_ids(torch.zeros(8, 1, dtype=torch.long, device=DEVICE), 4))
 

@@ -34,10 +34,11 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def stand_in(monkeypatch):
     """The layer's path on this machine's device, with the stand-in's products."""
+    te = te_backend.TransformerEngine
     monkeypatch.setattr(te_backend, "ask", lambda device: HOPPER)
     monkeypatch.setattr(te_run, "load", lambda: MODULE)
     monkeypatch.setattr(te_products, "recipe_of", lambda precision: RECIPES[precision].name)
-    monkeypatch.setattr(te_backend.TransformerEngine, "why_not", lambda self, spec: None)
+    monkeypatch.setattr(te, "why_not", te.never)
 
 
 def layer(activation="swiglu", bias=False, precision=None, num_experts=4, dtype=torch.float32) -> Experts:
@@ -177,6 +178,21 @@ def test_dropped_slots_give_exact_zeros(stand_in):
     assert (found["gate_up_proj"][1:3] == 0).all() and found["y"].isfinite().all()
 
 
+@pytest.mark.parametrize("frozen", [["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]], ids=" and ".join)
+def test_main_grad_of_frozen_weights_is_left_alone(stand_in, frozen):
+    experts, topology = layer(), Topology.from_ids(torch.tensor([[0, 1], [1, 3], [3, 0]], device=DEVICE), 4)
+    for name, parameter in experts.named_parameters():
+        parameter.main_grad = torch.ones_like(parameter)
+        parameter.grad_added_to_main_grad = False
+        parameter.requires_grad_(name not in frozen)
+    x = torch.randn(3, 24, device=DEVICE, requires_grad=True)
+    experts(x, topology).square().sum().backward()
+    assert x.grad.any()
+    for name, parameter in experts.named_parameters():
+        assert (parameter.main_grad == 1).all() == (name in frozen), name
+        assert parameter.grad_added_to_main_grad == (parameter.grad is not None) == (name not in frozen), name
+
+
 @pytest.mark.parametrize("flag", [False, True], ids=["plain", "Megatron's flag"])
 def test_main_grad(stand_in, flag):
     """Two micro-batches add to main_grad what they would add to grad."""
@@ -254,8 +270,14 @@ def test_weights_in_other_strides_are_refused(stand_in):
     transposed = experts.down_proj.detach().transpose(1, 2).contiguous().transpose(1, 2)
     experts.down_proj = torch.nn.Parameter(transposed)
     topology = Topology.from_ids(torch.tensor([[0, 1]], device=DEVICE), 4)
-    with pytest.raises(NotImplementedError, match=r"down_proj .* has strides .*backend='triton' takes any strides"):
+    refused = r"takes each expert's matrices contiguous, .*other strides\. The nearest that runs here is "
+    with pytest.raises(NotImplementedError, match=rf"{refused}backend='auto' \((torch|triton): float32\)\.$"):
         experts(torch.randn(1, 24, device=DEVICE), topology)
+    experts.execution = Execution("te", "fp8_block")
+    with pytest.raises(NotImplementedError, match=rf"{refused}.*precision='mxfp8', backend='auto'"):
+        experts(torch.randn(1, 24, device=DEVICE), topology)
+    experts.execution = Execution("auto")
+    assert experts(torch.randn(1, 24, device=DEVICE), topology).isfinite().all()
 
 
 def test_the_layer_is_the_same_module(stand_in):
@@ -340,11 +362,27 @@ def test_models_that_it_cannot_compute(stand_in, families):
     from blocksparse_moe import patch_huggingface
 
     model = families.build("gpt_oss", DEVICE).eval()  # its weights lie transposed
-    given = families.inputs(model, "gpt_oss")
-    with patch_huggingface(model, backend="te"), pytest.raises(NotImplementedError, match=r"up_proj .* has strides"):
-        model(**given)
-    with pytest.raises(NotImplementedError, match=r"gate is its own .* choose backend='triton'"):
+    for one in (model, copy.deepcopy(model).to("meta")):
+        with pytest.raises(NotImplementedError, match=r"other strides\. The nearest that runs here is backend='auto'"):
+            patch_huggingface(one, backend="te")
+        with pytest.raises(NotImplementedError, match=r"other strides\. .*, or precision='mxfp8', backend='auto'"):
+            patch_huggingface(one, backend="te", precision="fp8_block")
+        for precision in (None, "mxfp8"):
+            patch_huggingface(one, precision=precision).restore()
+    with pytest.raises(NotImplementedError, match=r"gate is its own .* choose backend='auto', and neither precision nor"):
         patch_huggingface(families.build("dbrx", DEVICE), backend="te")
+    assert patch_huggingface(families.build("dbrx", DEVICE)).layers
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_precision_that_the_backend_lacks_is_refused_at_the_patch(families, device):
+    from blocksparse_moe import patch_huggingface
+
+    model = families.build("mixtral", "cpu").to(device)
+    with pytest.raises(NotImplementedError, match=r"backend 'torch' has no fp8_block\. The nearest that runs here is prec"):
+        patch_huggingface(model, backend="torch", precision="fp8_block")
+    with pytest.raises(ValueError, match="precision: 'fp7' is not known"):
+        patch_huggingface(model, precision="fp7")
 
 
 def test_a_model_without_an_engine_is_refused_at_the_patch(families):

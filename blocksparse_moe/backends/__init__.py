@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from ..products import choose, describe_versions
 from .execution import Execution
 from .products import ProductBackend
 from .te import TransformerEngine
+from .te.recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ExpertSpec:
         dtype: dtype of the computation.
         device: where the weights are.
         recompute: whether training keeps only the inputs, and computes the pre-activation once more.
+        contiguous: whether both stacked weights are contiguous, in the layouts of `ExpertWeights`.
         execution: backend, precision and memory.
     """
 
@@ -39,7 +42,13 @@ class ExpertSpec:
     dtype: torch.dtype
     device: torch.device
     recompute: bool = False
+    contiguous: bool = True
     execution: Execution = field(default_factory=Execution)
+
+    @property
+    def name_of_precision(self) -> str:
+        """The precision that was asked for, or the dtype."""
+        return self.execution.precision or str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -57,11 +66,14 @@ class Backend(Protocol):
 
     name: str
 
-    def never(self, execution: Execution) -> str | None:
-        """Why this backend computes no layer in that way, whatever the layer; None where it may."""
+    def never(self, spec: ExpertSpec) -> str | None:
+        """Why this backend computes no such layer, on whatever device; None where it may."""
 
     def why_not(self, spec: ExpertSpec) -> str | None:
-        """Why this backend cannot compute `spec`, or None."""
+        """Why this backend cannot compute `spec` where it is, or None."""
+
+    def emulates(self, spec: ExpertSpec) -> bool:
+        """Whether it rounds to the precision of `spec`, and multiplies in a wider one."""
 
     def brief(self, spec: ExpertSpec) -> str:
         """The precision that it computes `spec` in, and how, in a few words."""
@@ -97,14 +109,20 @@ def check_name(name: str) -> str:
 
 
 def check_execution(execution: Execution) -> Execution:
-    """`execution` itself; ValueError or TypeError unless backend and precision are known, and such that one has the other."""
-    name, precision = check_name(execution.backend), execution.precision
+    """`execution` itself; ValueError or TypeError unless backend and precision are known."""
+    check_name(execution.backend)
+    precision = execution.precision
     if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
         raise ValueError(f"precision: {precision!r} is not known; choose one of {', '.join(PRECISIONS)}, or None.")
     check_type("experts", "require_fused", execution.require_fused, bool, "Give True or False.")
-    if name != "auto" and (reason := BACKENDS[name].never(execution)) is not None:
-        raise ValueError(f"backend {name!r} {reason}.")
     return execution
+
+
+def check_layer(spec: ExpertSpec) -> None:
+    """NotImplementedError if the backend that was asked for computes no such layer, on whatever device."""
+    name = spec.execution.backend
+    if name != "auto" and (obstacle := BACKENDS[name].never(spec)) is not None:
+        raise NotImplementedError(_refusal(spec, f"backend {name!r} {obstacle}."))
 
 
 def select(spec: ExpertSpec) -> tuple[Backend, str]:
@@ -112,25 +130,63 @@ def select(spec: ExpertSpec) -> tuple[Backend, str]:
 
     Raises:
         ValueError: an unknown name, or precision "bf16" of other dtypes; TypeError: no floating dtype; NotImplementedError:
-            the backend cannot, with the reason.
+            the backend cannot, with the reason and the nearest that runs.
     """
+    try:
+        return _select(spec)
+    except NotImplementedError as error:
+        raise NotImplementedError(_refusal(spec, str(error))) from None
+
+
+def _select(spec: ExpertSpec) -> tuple[Backend, str]:
+    """`select`, whose reasons are without advice."""
     execution = spec.execution
     name, precision = check_name(execution.backend), execution.precision
-    if precision == "bf16" and spec.dtype != torch.bfloat16:
-        raise ValueError(
-            f'precision="bf16": the experts compute in {spec.dtype}. Cast the layer, as by .bfloat16(), or use autocast.'
-        )
     if name != "te" and not execution.require_fused and precision in (None, *ProductBackend.precisions):
-        chosen, reason = choose(name, spec.device, spec.dtype)
-        if precision == "mxfp8" and (obstacle := BACKENDS[chosen].why_not(spec)) is not None:
-            raise NotImplementedError(f"backend {chosen!r} {obstacle}.")
-        return BACKENDS[chosen], reason
-    if name == "auto":
-        name = "te"  # nobody else has it
-    if (obstacle := BACKENDS[name].why_not(spec)) is not None:
+        name, reason = choose(name, spec.device, spec.dtype)
+    elif name == "auto":
+        name, reason = "te", f"the only one with {'its fused path' if precision is None else precision}"
+    else:
+        reason = "asked for"
+    backend = BACKENDS[name]
+    if not execution.is_plain and (obstacle := backend.why_not(spec)) is not None:
         raise NotImplementedError(f"backend {name!r} {obstacle}.")
-    asked = execution.backend == name
-    return BACKENDS[name], "asked for" if asked else f"the only one with {'its fused path' if precision is None else precision}"
+    if (mistake := _mistake(spec)) is not None:
+        raise ValueError(f"{mistake}. Cast the layer, as by .bfloat16(), or use autocast.")
+    return backend, reason
+
+
+def _mistake(spec: ExpertSpec) -> str | None:
+    """What no backend computes: a precision that is not the dtype of the computation."""
+    wrong = spec.execution.precision == "bf16" and spec.dtype != torch.bfloat16
+    return f'precision="bf16": the experts compute in {spec.dtype}' if wrong else None
+
+
+def _refusal(spec: ExpertSpec, reason: str) -> str:
+    """The reason, and what to ask for instead: the nearest that runs, and the nearest that is emulated if that is nearer."""
+    asked = spec.execution
+    nearest = () if asked.precision is None else RECIPES[asked.precision].nearest
+    fused = ("mxfp8",) if asked.require_fused else ()
+    choices = {
+        "require_fused": (asked.require_fused, False),
+        "precision": (asked.precision, *nearest, *fused, None),
+        "recompute": (spec.recompute, False),
+        "backend": (asked.backend, "auto"),
+    }
+    found: dict[bool, str] = {}
+    for values in product(*(dict.fromkeys(choice) for choice in choices.values())):
+        options = dict(zip(choices, values, strict=True))
+        changed = ", ".join(f"{name}={value!r}" for name, value in options.items() if value != choices[name][0])
+        recompute = options.pop("recompute")
+        other = replace(spec, recompute=recompute, execution=Execution(**options))
+        try:
+            backend, _ = _select(other)
+        except (NotImplementedError, ValueError, TypeError):
+            continue
+        found.setdefault(emulated := backend.emulates(other), f"{changed} ({backend.name}: {backend.brief(other)})")
+        if not emulated:
+            break
+    return f"{reason} The nearest that runs here is {', or '.join(found[kind] for kind in sorted(found))}." if found else reason
 
 
 def report(spec: ExpertSpec) -> str:
@@ -146,6 +202,6 @@ def report(spec: ExpertSpec) -> str:
         lines += [f"  {line}" for line in backend.describe(spec)]
     for other in BACKENDS.values():
         if other.name != chosen:
-            obstacle = other.why_not(spec)
+            obstacle = other.why_not(spec) or _mistake(spec)
             lines.append(f"  {other.name}: {'possible, not chosen' if obstacle is None else obstacle}")
     return "\n".join(lines)

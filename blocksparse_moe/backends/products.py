@@ -11,11 +11,13 @@ from blocksparse_moe_kernels.config import architecture_of
 
 from ..ops import expert_mlp
 from ..products import why_not
-from .execution import Execution
 
 if TYPE_CHECKING:
     from . import ExpertSpec, ExpertWeights
 
+
+NATIVE_MXFP8 = (100, 120)
+"""Architectures for which Triton compiles a product of scaled blocks to instructions that multiply them as they are."""
 
 _NATIVE = "precision mxfp8, native: tensor cores multiply blocks with their scales; never run here by this project"
 _EMULATED = "precision mxfp8, emulated: rounded to it, then multiplied in a wider dtype. For numerics, not for speed"
@@ -29,33 +31,33 @@ class ProductBackend:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def never(self, execution: Execution) -> str | None:
-        if execution.require_fused:
-            return "has no fused grouped MLP of Transformer Engine, which require_fused=True asks for; use backend='te'"
-        if execution.precision is not None and execution.precision not in self.precisions:
-            return f"has no {execution.precision}; backend='te' has it on a CUDA device, and this one precision=\"mxfp8\""
+    def never(self, spec: ExpertSpec) -> str | None:
+        precision = spec.execution.precision
+        if spec.execution.require_fused:
+            return "has no fused grouped MLP of Transformer Engine, which require_fused=True asks for"
+        if precision is not None and precision not in self.precisions:
+            return f"has no {precision}"
+        if precision == "mxfp8" and not spec.columns.are_equal:
+            return "computes in mxfp8 where experts have one size; these differ"
         return None
 
     def why_not(self, spec: ExpertSpec) -> str | None:
-        if (reason := self.never(spec.execution)) is not None:
-            return reason
-        if spec.execution.precision == "mxfp8" and not spec.columns.are_equal:
-            return "computes in mxfp8 where experts have one size; these differ. Leave precision out"
-        return why_not(self.name, spec.device, spec.dtype)
+        return self.never(spec) or why_not(self.name, spec.device, spec.dtype)
+
+    def emulates(self, spec: ExpertSpec) -> bool:
+        if spec.execution.precision != "mxfp8":
+            return False
+        return self.name != "triton" or spec.device.type != "cuda" or architecture_of(spec.device) not in NATIVE_MXFP8
 
     def describe(self, spec: ExpertSpec) -> list[str]:
         if spec.execution.precision != "mxfp8":
             return []
-        return [_NATIVE if self._is_native(spec) else _EMULATED]
+        return [_EMULATED if self.emulates(spec) else _NATIVE]
 
     def brief(self, spec: ExpertSpec) -> str:
-        precision = spec.execution.precision
-        if precision != "mxfp8":
-            return precision or str(spec.dtype).removeprefix("torch.")
-        return f"mxfp8, {'native' if self._is_native(spec) else 'emulated'}"
-
-    def _is_native(self, spec: ExpertSpec) -> bool:
-        return self.name == "triton" and spec.device.type == "cuda" and architecture_of(spec.device) // 10 == 10
+        if spec.execution.precision != "mxfp8":
+            return spec.name_of_precision
+        return f"mxfp8, {'emulated' if self.emulates(spec) else 'native'}"
 
     def experts(
         self,

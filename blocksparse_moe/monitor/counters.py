@@ -14,8 +14,7 @@ class Counters:
 
     Attributes:
         columns: C, experts that a slot can go to, identity and null experts included.
-        now, average: [2 C + len(SUMS)] fp64: slots of each expert, summed probabilities of each expert, then `SUMS`. What was
-            not finite at a step has no part in the average.
+        now: [2 C + len(SUMS)] fp64: slots of each expert, summed probabilities of each expert, then `SUMS`.
         past: [window, as many].
     """
 
@@ -23,18 +22,28 @@ class Counters:
         self.columns = columns
         size = 2 * columns + len(SUMS)
         device = torch.device("cpu") if device.type == "meta" else device  # until the layer is somewhere
-        self.now, self.average = torch.zeros(2, size, dtype=torch.float64, device=device)
+        self.now, self._sum = torch.zeros(2, size, dtype=torch.float64, device=device)
+        self._weight = self.now.new_zeros(())  # of the steps in the average
         self.past = torch.zeros(window, size, dtype=torch.float64, device=device)
 
     def move_to(self, device: torch.device) -> None:
         if self.now.device != device:
-            self.now, self.average, self.past = (kept.to(device) for kept in (self.now, self.average, self.past))
+            self.now, self.past, self._sum, self._weight = (
+                kept.to(device) for kept in (self.now, self.past, self._sum, self._weight)
+            )
 
     def close_step(self, step: int, ema: float) -> None:
         """Move what was counted into the window and the average."""
         self.past[step % len(self.past)] = self.now
-        self.average = torch.where(self.now.isfinite(), self.average.lerp(self.now, 1 - ema), self.average)
+        is_finite = self.now[2 * self.columns :].isfinite().all()
+        self._sum = torch.where(is_finite, self._sum.lerp(self.now, 1 - ema), self._sum)
+        self._weight = torch.where(is_finite, ema * self._weight + (1 - ema), self._weight)
         self.now.zero_()
+
+    @property
+    def average(self) -> Tensor:
+        """[as many]: the exponential moving average of the steps that were finite; 0 before the first."""
+        return self._sum / self._weight.clamp(min=torch.finfo(torch.float64).tiny)
 
     def add_logits(self, logits: Tensor, score: str) -> None:
         """[T, C] or, where a router has other columns than experts, [T, any]; their probabilities are then not counted."""

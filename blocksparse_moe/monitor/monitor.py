@@ -229,7 +229,7 @@ class _WatchedLayer:
         counters, E, steps = self.counters, self.layer.num_experts, self.monitor.steps
         done = steps - self.monitor.first_step
         if over == "ema":
-            counted = counters.average / (1 - self.monitor.ema**done) if done else counters.average.clone()
+            counted = counters.average
         else:
             counted = over_window(torch.cat((counters.past, counters.now[None])))
         kept = min(done, len(counters.past))

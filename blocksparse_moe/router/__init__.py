@@ -6,7 +6,8 @@ choice.py     logits -> experts and weights
 assignment.py experts that are given, not needed, or have no room
 router.py     Router, the module
 output.py     RouterOutput, what a router decided
-losses.py     losses for balance, over sequences and global batches
+losses.py     losses for balance
+global_loss.py the load-balancing loss over micro-batches and ranks
 balancing.py  balance without a loss
 replay.py     routing recorded and given back
 """
@@ -14,7 +15,8 @@ replay.py     routing recorded and given back
 from .assignment import balanced_ids
 from .balancing import BiasBalancer
 from .config import PRESETS, RouterConfig
-from .losses import GlobalLoad, importance_loss, load_balancing_loss, load_loss, z_loss
+from .global_loss import GlobalLoadBalancingLoss
+from .losses import importance_loss, load_balancing_loss, load_loss, z_loss
 from .output import RouterOutput
 from .replay import record_routing, replay_routing
 from .router import Router
@@ -22,7 +24,7 @@ from .router import Router
 __all__ = [
     "PRESETS",
     "BiasBalancer",
-    "GlobalLoad",
+    "GlobalLoadBalancingLoss",
     "Router",
     "RouterConfig",
     "RouterOutput",

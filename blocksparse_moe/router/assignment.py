@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..checks import number, positive_integer
 from .choice import log_scores, scores
 from .config import RouterConfig
 
@@ -69,5 +70,14 @@ def within_capacity(weights: Tensor, expert_ids: Tensor, num_experts: int, confi
 
 
 def balanced_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device | str | None = None) -> Tensor:
-    """[T, K] int64: every expert gets as many slots as any other, up to one; for benchmarks, with `dMoE(x, expert_ids=...)`."""
+    """[T, K] int64: every expert gets as many slots as any other, up to one; for benchmarks, with `dMoE(x, expert_ids=...)`.
+
+    Raises:
+        ValueError: K is not in [1, E], or T is negative; TypeError: one of them is no integer.
+    """
+    number("balanced_ids", "num_tokens", num_tokens, at_least=0)
+    num_experts = positive_integer("balanced_ids", "num_experts", num_experts)
+    top_k = positive_integer("balanced_ids", "top_k", top_k)
+    if top_k > num_experts:
+        raise ValueError(f"balanced_ids: top_k must be at most num_experts={num_experts}; got {top_k}.")
     return torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k) % num_experts

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks import number
-from .losses import sum_over_ranks
+from .losses import count_slots
 from .output import RouterOutput
 from .router import Router
 
@@ -24,6 +24,9 @@ class BiasBalancer:
 
     The load is that of all tokens that the routers saw in training mode since the last step, whatever the micro-batches and
     ranks; what activation checkpointing computes once more is not counted again. Nothing waits for the device.
+
+    Set `balancer.mask`, [T] or any shape of T elements, before a forward pass whose tokens are partly padding: true for those
+    that count, None for all.
 
     Args:
         model: its `Router`s with `correction_bias` are balanced; others are left alone.
@@ -41,6 +44,7 @@ class BiasBalancer:
         number("BiasBalancer", "gamma", gamma, at_least=0)
         number("BiasBalancer", "ema", ema, at_least=0, below=1)
         self.gamma, self.ema, self.group = gamma, ema, group
+        self.mask: Tensor | None = None
         routers = [module for module in model.modules() if isinstance(module, Router)]
         self.routers = [router for router in routers if router.correction_bias is not None]
         if not self.routers:
@@ -54,7 +58,7 @@ class BiasBalancer:
 
     def _count(self, index: int, router: Router, args: Any, routing: RouterOutput) -> None:
         if router.training and not is_recomputed():
-            so_far, counts = self._counts[index], routing.tokens_per_expert
+            so_far, counts = self._counts[index], count_slots(routing, self.mask)[0]
             self._counts[index] = counts if so_far is None else so_far + counts
 
     @torch.no_grad()
@@ -68,16 +72,35 @@ class BiasBalancer:
         totals = sum_over_ranks(torch.cat(counts), self.group).split([len(count) for count in counts])
         self._counts = [None] * len(self.routers)
         for index, (bias, total) in enumerate(zip(biases, totals, strict=True)):
-            load, former = total.float(), self._loads[index]
+            load, former, was_called = total.float(), self._loads[index], total.any()
             if self.ema:
-                load = load if former is None else self.ema * former + (1 - self.ema) * load
+                load = load if former is None else torch.where(was_called, self.ema * former + (1 - self.ema) * load, former)
                 self._loads[index] = load
-            bias.add_((load.mean() - load).sign(), alpha=self.gamma)
+            bias.add_((load.mean() - load).sign() * was_called, alpha=self.gamma)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `ema` keeps of former steps; the biases are in the model's own."""
+        return {"loads": list(self._loads)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another balancer, of as many routers, was."""
+        loads = state["loads"]
+        if len(loads) != len(self.routers):
+            raise ValueError(f"BiasBalancer: the state is of {len(loads)} routers; the model has {len(self.routers)}.")
+        devices = [router.weight.device for router in self.routers]
+        self._loads = [None if load is None else load.to(device) for load, device in zip(loads, devices, strict=True)]
 
     def remove(self) -> None:
         """Take the hooks off the routers."""
         for hook in self._hooks:
             hook.remove()
+
+
+def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """In place."""
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(counts, group=group)
+    return counts
 
 
 def is_recomputed() -> bool:

@@ -65,12 +65,18 @@ def _best(logits: Tensor, correction_bias: Tensor | None, config: RouterConfig) 
     limited = config.top_groups < config.num_groups
     by_two = config.group_score == "best_two" and config.num_groups < logits.shape[1]
     needs_scores = correction_bias is not None or (limited and by_two)
-    values = scores(logits, config.score) if needs_scores else logits
+    values = _equal_where_logits_are(logits, config.score) if needs_scores else logits
     if correction_bias is not None:
-        values = (values + correction_bias).masked_fill(logits == -torch.inf, -torch.inf)  # no bias opens a closed expert
+        values = values + correction_bias
     if limited:
         values = _of_best_groups(values, config)
     return _largest(values, config.top_k)
+
+
+def _equal_where_logits_are(logits: Tensor, score: str) -> Tensor:
+    """`scores`, the same wherever the logits are: on a CPU torch computes the last elements of a part in another way, which
+    differs by a rounding."""
+    return scores(logits.double(), score).to(logits.dtype) if logits.device.type == "cpu" else scores(logits, score)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -36,8 +36,7 @@ class RouterOutput:
     @property
     def tokens_per_expert(self) -> Tensor:
         """[E] int64: slots that chose each expert, those that compute nothing included."""
-        ids = self.expert_ids.reshape(-1)
-        return ids.new_zeros(self.logits.shape[-1]).scatter_add(0, ids.clamp(min=0), (ids >= 0).long())
+        return losses.count_slots(self)[0]
 
     @property
     def drop_rate(self) -> Tensor:

@@ -27,15 +27,19 @@ def record_routing(model: nn.Module) -> Iterator[Recording]:
 
     with record_routing(model) as recording:
         model(tokens)
+
+    Raises:
+        ValueError: the model has no `Router`.
     """
-    recording: Recording = {name: [] for name, _ in _routers(model)}
+    routers = _routers("record_routing", model)
+    recording: Recording = {name: [] for name, _ in routers}
 
     def record(router: Router, args: Any, output: RouterOutput, *, name: str) -> None:
         if not is_recomputed():
             dtype = torch.int16 if output.logits.shape[1] <= 2**15 else torch.int32
             recording[name].append(output.expert_ids.to(dtype))
 
-    hooks = [router.register_forward_hook(partial(record, name=name)) for name, router in _routers(model)]
+    hooks = [router.register_forward_hook(partial(record, name=name)) for name, router in routers]
     try:
         yield recording
     finally:
@@ -48,11 +52,11 @@ def replay_routing(model: nn.Module, recording: Recording) -> Iterator[None]:
     """Inside, the routers of the model choose what was recorded, call by call; weights are of the logits of now.
 
     Raises:
-        ValueError: the recording has other routers than the model, or a router is called more often than was recorded, or
-            not at all; or twice before activation checkpointing makes a call once more, which could be either. Run backward
-            inside, after each call.
+        ValueError: the model has no `Router`, the recording has other routers, or one is called more or less often than was
+            recorded; or twice before activation checkpointing makes a call once more, which could be either. Run
+            backward inside, after each call.
     """
-    routers = _routers(model)
+    routers = _routers("replay_routing", model)
     if recording.keys() != {name for name, _ in routers}:
         raise ValueError(f"replay_routing: the recording is of the routers {[*recording]}; the model has {[*dict(routers)]}.")
     calls, since = dict.fromkeys(recording, 0), dict.fromkeys(recording, 0)
@@ -71,13 +75,21 @@ def replay_routing(model: nn.Module, recording: Recording) -> Iterator[None]:
     hooks = [router.register_forward_pre_hook(partial(give, name=name), with_kwargs=True) for name, router in routers]
     try:
         yield
-        unused = [name for name in recording if recording[name] and not calls[name]]
-        if unused:
-            raise ValueError(f"replay_routing: {unused} were not called. A compiled model must be compiled inside.")
+        short = {name: f"{calls[name]} of {len(ids)}" for name, ids in recording.items() if calls[name] < len(ids)}
+        if short:
+            raise ValueError(
+                f"replay_routing: of the recorded calls some were not made: {short}. A compiled model must be compiled inside."
+            )
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _routers(model: nn.Module) -> list[tuple[str, Router]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
+def _routers(function: str, model: nn.Module) -> list[tuple[str, Router]]:
+    routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
+    if not routers:
+        raise ValueError(
+            f"{function}: {type(model).__name__} has no Router, of its own or in a dMoE. A patched model of transformers keeps "
+            "its routers."
+        )
+    return routers

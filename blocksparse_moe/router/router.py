@@ -105,21 +105,22 @@ class Router(nn.Module):
             clean_logits, noise_scale = logits, self._noise_scale(x) if self.training else None
             if noise_scale is not None:
                 logits = logits + noise_scale * torch.randn_like(logits)
-            if self.training and self.config.expert_dropout and expert_ids is None:
-                logits = self._with_closed_experts(logits)
             if expert_ids is not None:
                 expert_ids = self._given(expert_ids, x)
                 weights = weigh(logits, expert_ids, self.config)
             else:
-                weights, expert_ids = self._chosen(logits)
+                correction = self.correction_bias
+                if self.training and self.config.expert_dropout:
+                    logits, correction = self._with_closed_experts(logits, correction)
+                weights, expert_ids = self._chosen(logits, correction)
         if noise_scale is None:
             return RouterOutput(logits, weights, expert_ids, self.config.score)
         return RouterOutput(logits, weights, expert_ids, self.config.score, clean_logits, noise_scale)
 
-    def _chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _chosen(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights and ids of the router's own choice, without what is left out."""
         config = self.config
-        weights, expert_ids = choose_experts(logits, self.correction_bias, config, self.backend)
+        weights, expert_ids = choose_experts(logits, correction, config, self.backend)
         if config.top_p is not None:
             weights, expert_ids = within_top_p(logits, weights, expert_ids, config)
         if self.training and config.token_dropout:
@@ -149,11 +150,12 @@ class Router(nn.Module):
         learned = F.softplus(gate_logits(x, self.noise_weight))
         return (learned.square() + fixed**2).sqrt() if fixed else learned
 
-    def _with_closed_experts(self, logits: Tensor) -> Tensor:
-        """-inf for experts that are closed to all tokens; K stay open."""
+    def _with_closed_experts(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """-inf for experts that are closed to all tokens, in both; K stay open."""
         draws = torch.rand(logits.shape[1], device=logits.device)
         closed = draws < draws.topk(self.config.top_k).values[-1].clamp(max=self.config.expert_dropout)
-        return logits.masked_fill(closed, -torch.inf)
+        logits = logits.masked_fill(closed, -torch.inf)
+        return logits, None if correction is None else correction.masked_fill(closed, -torch.inf)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Router:
         """Moves the correction bias and leaves its dtype: steps of 1e-3 would be lost in bf16."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .config import ceil_div
+from .launch import check_type
 from .reference import Order
 from .topology import Topology
 
@@ -33,8 +34,11 @@ LARGEST = 448.0
 BIAS = 127
 """Scale of the factor one."""
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What can be quantised."""
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class MXFP8:
     """A tensor in MXFP8; made by `quantize` and `quantize_columns`.
 
@@ -52,6 +56,9 @@ class MXFP8:
     axis: int
     dtype: torch.dtype
     topology: Topology | None = None
+
+    def __repr__(self) -> str:
+        return f"MXFP8({list(self.shape)}, blocks along axis {self.axis}, {self.dtype}, {self.device})"
 
     @property
     def shape(self) -> torch.Size:
@@ -91,8 +98,10 @@ def quantize(x: Tensor, axis: int = -1) -> MXFP8:
     """MXFP8 of `x`, in blocks along `axis`.
 
     Args:
-        x: floating dtype, at least two axes, any strides.
+        x: fp64, fp32, fp16 or bf16, at least two axes, any strides.
         axis: -1 or -2.
+    Raises:
+        TypeError: x is no tensor, or of another dtype; ValueError: fewer axes, or another axis.
     A NaN makes its whole block NaN; an infinity becomes the largest number that there is, and leaves little of its block.
     """
     check_quantizable("quantize", x, axis)
@@ -128,8 +137,12 @@ def quantize_columns(x: Tensor, topology: Topology, *, order: Order = "rows") ->
 
 def check_quantizable(operation: str, x: Tensor, axis: int, topology: Topology | None = None, order: Order = "rows") -> None:
     """ValueError or TypeError unless `x` can be quantised along `axis`, or by the rows of `topology`."""
-    if not x.is_floating_point():
-        raise TypeError(f"{operation}: x must have a floating dtype; got {x.dtype}. Convert it, as by .float().")
+    check_type(operation, "x", x, Tensor, "Make one with torch.as_tensor.")
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"{operation}: x must be fp64, fp32, fp16 or bf16; got {x.dtype}. Convert it, as by .float(); numbers that have "
+            "scales already must be multiplied by them first."
+        )
     if x.ndim < 2 or axis not in (-1, -2):
         raise ValueError(f"{operation}: x must have two axes or more and axis be -1 or -2; got {list(x.shape)} and {axis}.")
     if topology is None:

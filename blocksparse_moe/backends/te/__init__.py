@@ -15,7 +15,6 @@ from torch import Tensor
 
 from blocksparse_moe_kernels import Topology, get_activation
 
-from ..execution import Execution
 from .engine import Engine, ask
 from .fused import Condition, conditions
 from .recipes import FUSED_ALIGNMENT, RECIPES
@@ -35,7 +34,12 @@ PROVEN_ON = (9, 0)
 
 UNFUSED = "GEMMs are spread over a few streams, one an expert; results do not depend on that"
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GEMMS = {
+    torch.bfloat16: "GEMMs in bf16",
+    torch.float16: "GEMMs in fp16",
+    torch.float32: "GEMMs of fp32, which Transformer Engine multiplies in TF32",
+}
+"""How the dtypes that it computes in are multiplied without a recipe."""
 
 
 class TransformerEngine:
@@ -43,51 +47,58 @@ class TransformerEngine:
 
     name = "te"
 
-    def never(self, execution: Execution) -> None:
-        """It has every precision; what runs, the device decides."""
+    def never(self, spec: ExpertSpec) -> str | None:
+        if not spec.columns.are_equal:
+            return "multiplies experts of one size only; these differ"
+        if not spec.contiguous:
+            return "takes each expert's matrices contiguous, [out, in]; these weights have other strides"
+        if spec.recompute:
+            return "does not recompute (recompute=True); transformer_engine.pytorch.checkpoint does, around the layer"
+        return None
 
     def why_not(self, spec: ExpertSpec) -> str | None:
+        if (reason := self.never(spec)) is not None:
+            return reason
         if spec.device.type != "cuda":
-            return f"needs a CUDA device; the tensors are on {spec.device.type}" + _without(spec)
-        if not spec.columns.are_equal:
-            return "multiplies experts of one size only; these differ. Use backend='triton'"
-        if spec.dtype not in _DTYPES:
+            return f"needs a CUDA device; the tensors are on {spec.device.type}"
+        if spec.dtype not in _GEMMS:
             return f"computes in bf16, fp16 and fp32; got {spec.dtype}"
-        if spec.recompute:
-            return "does not recompute (recompute=True); wrap the layer in transformer_engine.pytorch.checkpoint"
         engine = ask(spec.device)
         if isinstance(engine, str):
-            return engine + _without(spec)
-        precision = _precision(spec)
+            return engine
         activation = get_activation(spec.activation)
         sizes = (spec.hidden_size, spec.columns.widest, activation.halves * spec.columns.widest)
-        if (reason := why_not_recipe(precision, engine, str(spec.device), sizes)) is not None:
-            return reason
+        reasons = [why_not_recipe(_key(spec), engine, str(spec.device), sizes)]
         if spec.execution.require_fused and (failing := _failing(engine, spec)):
-            return "would run unfused, and require_fused=True was asked for: " + "; ".join(map(str, failing))
-        return None
+            reasons.append("would run unfused, and require_fused=True was asked for: " + "; ".join(map(str, failing)))
+        return "; it ".join(reason for reason in reasons if reason is not None) or None
+
+    def emulates(self, spec: ExpertSpec) -> bool:
+        return False
 
     def brief(self, spec: ExpertSpec) -> str:
         engine = ask(spec.device)
         fused = isinstance(engine, Engine) and not _failing(engine, spec)
-        precision = spec.execution.precision or str(spec.dtype).removeprefix("torch.")
-        return f"{precision}, {'fused' if fused else 'unfused'}"
+        return f"{spec.name_of_precision}, {'fused' if fused else 'unfused'}"
 
     def describe(self, spec: ExpertSpec) -> list[str]:
         """For a report: the recipe, fused or not and why, and what Transformer Engine cannot do."""
         engine = ask(spec.device)
         if isinstance(engine, str):
             return []
-        recipe = RECIPES[_precision(spec)]
+        recipe = RECIPES[_key(spec)]
         is_fused = not _failing(engine, spec)
         lines = [
             f"Transformer Engine {engine.version}, cuBLASLt {_dotted(engine.cublaslt)}",
-            f"precision {_precision(spec)}: {recipe.name or f'GEMMs in {spec.dtype}'}, rows of each expert padded to "
+            f"precision {spec.name_of_precision}: {recipe.name or _GEMMS[spec.dtype]}, rows of each expert padded to "
             f"{FUSED_ALIGNMENT if is_fused else recipe.alignment}"
             + ("" if recipe.proven and engine.capability == PROVEN_ON else "; never run here by this project"),
-            f"{'fused' if is_fused else 'unfused'} grouped MLP; the conditions:",
-            *(f"  {condition}" for condition in conditions(engine, _precision(spec), spec)),
         ]
+        if spec.execution.precision == "mxfp8":
+            lines.append(f"{'fused' if is_fused else 'unfused'} grouped MLP; the conditions:")
+            lines += [f"  {condition}" for condition in conditions(engine, spec)]
+        else:
+            lines.append("unfused grouped MLP: fused are those of mxfp8 only")
         how = "the first weight is copied in each step, in the order that the fused kernel wants" if is_fused else UNFUSED
         return [*lines, how, *LIMITS]
 
@@ -106,22 +117,13 @@ class TransformerEngine:
         return experts(x, topology, routing_weights, weights, spec, fused=not _failing(engine, spec))
 
 
-def _without(spec: ExpertSpec) -> str:
-    """What can be had where Transformer Engine cannot be asked, for whoever asked for it."""
-    precision = spec.execution.precision
-    if precision == "mxfp8":
-        return ". backend='auto' emulates mxfp8 without it"
-    if precision not in (None, "bf16"):
-        return ". The nearest that runs without it is precision=\"mxfp8\" with backend='auto', which emulates it"
-    return ". backend='auto' needs none" if spec.execution.backend == "te" else ""
-
-
-def _precision(spec: ExpertSpec) -> str:
+def _key(spec: ExpertSpec) -> str:
+    """Of `RECIPES`: plain GEMMs, whatever the dtype, have one."""
     return spec.execution.precision or "bf16"
 
 
 def _failing(engine: Engine, spec: ExpertSpec) -> list[Condition]:
-    return [condition for condition in conditions(engine, _precision(spec), spec) if not condition.holds]
+    return [condition for condition in conditions(engine, spec) if not condition.holds]
 
 
 def _dotted(version: int) -> str:

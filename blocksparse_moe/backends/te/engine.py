@@ -17,7 +17,8 @@ from blocksparse_moe_kernels.versions import release
 
 DISTRIBUTION = "transformer-engine"
 MINIMUM = "2.17"
-"""The first release whose grouped modules take splits as a tensor and whose fused grouped MLP has the form used here."""
+"""The first release whose grouped modules take splits as a tensor and whose fused grouped MLP has the form used here. Its
+pre-releases are taken for it."""
 
 FUSED_VARIABLE = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 """Of the environment, read by Transformer Engine when it is imported: without it the fused grouped MLP is never registered."""
@@ -38,7 +39,7 @@ class Engine:
     Attributes:
         version: of the distribution.
         capability: compute capability of the device.
-        available: for each of `QUESTIONS`, None if it runs, else Transformer Engine's reason.
+        available: for each of `QUESTIONS`, None if it runs, else Transformer Engine's reason, which may be empty.
         cublaslt: version of the library that multiplies, as 130100 for 13.1.
         fused_variable: value of `FUSED_VARIABLE` when Transformer Engine was imported, None if it was not set.
         imported_before: somebody else imported it, so that the value is the one that was found when it was first asked here.
@@ -95,10 +96,10 @@ def load() -> ModuleType | str:
     at_import()
     try:
         return import_module("transformer_engine.pytorch")
-    except Exception as error:  # a package that is not ours may raise anything here
+    except (Exception, SystemExit) as error:  # a package that is not ours may raise anything here, and must not end the process
         return (
             f"found Transformer Engine {version}, which cannot be imported beside torch {torch.__version__} "
-            f"(CUDA {torch.version.cuda}): {type(error).__name__}: {error}"
+            f"(CUDA {torch.version.cuda}): {_words(error)}"
         )
 
 
@@ -110,8 +111,8 @@ def ask(device: torch.device) -> Engine | str:
         return te
     try:
         return _answers(te, device)
-    except Exception as error:  # the same
-        return f"found Transformer Engine {installed()}, which does not answer: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # the same
+        return f"found Transformer Engine {installed()}, which does not answer: {_words(error)}"
 
 
 def _answers(te: ModuleType, device: torch.device) -> Engine:
@@ -120,7 +121,7 @@ def _answers(te: ModuleType, device: torch.device) -> Engine:
         return Engine(
             version=str(installed()),
             capability=torch.cuda.get_device_capability(device),
-            available={name: None if runs else reason for name, (runs, reason) in answers.items()},
+            available={name: None if runs else str(reason or "") for name, (runs, reason) in answers.items()},
             cublaslt=import_module("transformer_engine_torch").get_cublasLt_version(),
             **at_import()._asdict(),
             cudnn_frontend=_version("nvidia-cudnn-frontend"),
@@ -136,6 +137,10 @@ def _fused_is_supported() -> bool:
         return False
     fused = getattr(module, "GroupedMLP_CuTeGEMMGLU", None)
     return fused is not None and fused.is_supported()
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}, which gave no reason"
 
 
 def _version(distribution: str) -> str | None:

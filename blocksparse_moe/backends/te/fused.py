@@ -57,7 +57,7 @@ def _is_new(frontend: str | None) -> bool:
         return False
 
 
-def conditions(engine: Engine, precision: str, spec: ExpertSpec) -> tuple[Condition, ...]:
+def conditions(engine: Engine, spec: ExpertSpec) -> tuple[Condition, ...]:
     """Everything that the fused grouped MLP needs to be used here, in the order in which one would mend it."""
     H, F = spec.hidden_size, spec.columns.widest
     activation = get_activation(spec.activation)
@@ -65,7 +65,7 @@ def conditions(engine: Engine, precision: str, spec: ExpertSpec) -> tuple[Condit
     frontend = engine.cudnn_frontend
     variable = engine.fused_variable
     return (
-        Condition("precision mxfp8", precision, precision == "mxfp8"),
+        Condition("precision mxfp8", spec.name_of_precision, spec.execution.precision == "mxfp8"),
         Condition("computation in bf16", str(spec.dtype), spec.dtype == torch.bfloat16),
         Condition("compute capability 10.x (Blackwell)", f"{major}.{minor}", major == 10),
         Condition(

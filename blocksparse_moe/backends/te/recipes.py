@@ -22,7 +22,7 @@ class Recipe:
         question: key of `engine.QUESTIONS` that decides; None for what always runs.
         alignment: rows of each expert are padded to a multiple of it.
         size_multiple: what H, F and the columns of both projections must be multiples of.
-        nearest: precisions to offer in its place, the closest first.
+        nearest: precisions to offer in its place, the closest first; that of the weights comes last and is not named.
         proven: whether it has run on hardware in this project's hands.
     """
 
@@ -36,11 +36,11 @@ class Recipe:
 
 RECIPES = {
     "bf16": Recipe(None, None, 1, 1),
-    "fp8_current": Recipe("Float8CurrentScaling", "fp8", 16, 16, ("bf16",)),
-    "fp8_delayed": Recipe("DelayedScaling", "fp8", 16, 16, ("bf16",)),
-    "fp8_block": Recipe("Float8BlockScaling", "fp8_block", 16, 16, ("fp8_current", "bf16")),
-    "mxfp8": Recipe("MXFP8BlockScaling", "mxfp8", 32, 32, ("fp8_block", "fp8_current", "bf16"), proven=False),
-    "nvfp4": Recipe("NVFP4BlockScaling", "nvfp4", 128, 32, ("mxfp8", "fp8_block", "fp8_current", "bf16"), proven=False),
+    "fp8_current": Recipe("Float8CurrentScaling", "fp8", 16, 16, ("mxfp8",)),
+    "fp8_delayed": Recipe("DelayedScaling", "fp8", 16, 16, ("mxfp8",)),
+    "fp8_block": Recipe("Float8BlockScaling", "fp8_block", 16, 16, ("fp8_current", "mxfp8")),
+    "mxfp8": Recipe("MXFP8BlockScaling", "mxfp8", 32, 32, ("fp8_block", "fp8_current"), proven=False),
+    "nvfp4": Recipe("NVFP4BlockScaling", "nvfp4", 128, 32, ("mxfp8", "fp8_block", "fp8_current"), proven=False),
 }
 """By the name that `precision` takes."""
 
@@ -52,31 +52,14 @@ def why_not(precision: str, engine: Engine, device: str, sizes: tuple[int, ...])
     """
     recipe = RECIPES[precision]
     if recipe.question is not None and (reason := engine.available[recipe.question]) is not None:
-        nearest = _nearest(recipe, engine, sizes)
         return (
             f"cannot compute in {precision} on {device} (compute capability {engine.capability[0]}.{engine.capability[1]}): "
-            f"{reason.rstrip('.')}. The nearest that runs here is {_advice(nearest)}"
-            + (", and backend='triton' emulates mxfp8" if precision == "mxfp8" else "")
+            + (reason.strip().rstrip(".") or "Transformer Engine gave no reason")
         )
     odd = sorted({size for size in sizes if size % recipe.size_multiple})
     if odd:
         return (
             f"cannot compute in {precision} with sizes {', '.join(map(str, odd))}: H and F must be multiples of "
-            f"{recipe.size_multiple}. The nearest that takes them is {_advice(_nearest(recipe, engine, sizes))}"
-            + (", and backend='triton' emulates mxfp8 in any size" if precision == "mxfp8" else "")
+            f"{recipe.size_multiple}"
         )
     return None
-
-
-def _nearest(recipe: Recipe, engine: Engine, sizes: tuple[int, ...]) -> str:
-    return next(name for name in recipe.nearest if _runs(name, engine, sizes))
-
-
-def _runs(precision: str, engine: Engine, sizes: tuple[int, ...]) -> bool:
-    recipe = RECIPES[precision]
-    available = recipe.question is None or engine.available[recipe.question] is None
-    return available and not any(size % recipe.size_multiple for size in sizes)
-
-
-def _advice(precision: str) -> str:
-    return "the dtype of the weights: leave precision out" if precision == "bf16" else f'precision="{precision}"'

@@ -28,8 +28,8 @@ def views_of(stacked: Tensor, parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def accumulates(parameter: Tensor | None) -> bool:
-    """Whether weight gradients go to a `main_grad`."""
-    return getattr(parameter, "main_grad", None) is not None
+    """Whether weight gradients, if any are wanted, go to a `main_grad`."""
+    return parameter is not None and parameter.requires_grad and getattr(parameter, "main_grad", None) is not None
 
 
 class _Views(Function):

@@ -308,7 +308,7 @@ def compute(
 def why_not_executed(execution: Execution) -> str:
     return (
         f"its gate is its own and runs between two products, which backend {execution.backend!r} with precision "
-        f"{execution.precision!r} does not have; choose backend='triton' or 'torch' and no precision"
+        f"{execution.precision!r} does not have; choose backend='auto', and neither precision nor require_fused"
     )
 
 
@@ -317,7 +317,9 @@ def spec_of(experts: ExpertWeights, activation: str, execution: Execution) -> Ex
     E, H, F = experts.down.shape
     dtype = autocast_dtype(experts.up) or experts.up.dtype
     bias = experts.up_bias is not None
-    return ExpertSpec(Columns.equal(F, E), H, activation, bias, dtype, experts.up.device, execution=execution)
+    contiguous = experts.up.is_contiguous() and experts.down.is_contiguous()
+    columns, device = Columns.equal(F, E), experts.up.device
+    return ExpertSpec(columns, H, activation, bias, dtype, device, contiguous=contiguous, execution=execution)
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None, topology: Topology) -> Tensor:

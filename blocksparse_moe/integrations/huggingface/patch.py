@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from blocksparse_moe_kernels.launch import check_type
 from blocksparse_moe_kernels.versions import require
 
-from ...backends import check_execution, select
+from ...backends import check_execution, check_layer, select
 from ...backends.execution import Execution
 from ...products import choose
 from .adapters import OTHERS, Adapter, adapter_of
@@ -167,7 +167,7 @@ def patch_huggingface(
     Raises:
         TypeError: `model` is no module.
         UnsupportedModelError: the model has no experts module that can be computed here, or has one that cannot.
-        ValueError: unknown backend; NotImplementedError: the backend cannot run here, with the reason.
+        ValueError: unknown backend or precision; NotImplementedError: the backend cannot run here, with the reason.
         ImportError: transformers is missing or too old.
     """
     register_huggingface()
@@ -193,11 +193,7 @@ def patch_huggingface(
         weight = adapter.weight_of(module) if adapter else getattr(module, up_name(module))
         activation = _proven_activation(module, adapter)
         execution = replace(chosen_execution, memory={})
-        if weight.device.type == "meta":  # offloaded, or not loaded yet
-            runs = f"{backend} (chosen where it runs; its weights are on meta now)"
-            runs += "" if precision is None else f", precision {precision}"
-        else:
-            runs = _what_runs(module, adapter, activation, weight, execution)
+        runs = _what_runs(module, adapter, activation, weight, execution)
         layers.append(PatchedLayer(name, type(module).__name__, runs, activation))
         switches.append((module, _Patch(execution, activation, _facts(module, adapter), None if adapter else module.config)))
     made = [(module, patch) for module, patch in switches if _switch(module, patch)]
@@ -206,7 +202,11 @@ def patch_huggingface(
 
 def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, weight: Tensor, execution: Execution) -> str:
     """The backend of a module, why, and its precision; raises what `select` does."""
+    on_meta = weight.device.type == "meta"  # offloaded, or not loaded yet
+    later = f"{execution.backend} (chosen where it runs; its weights are on meta now)"
     if execution.is_plain:
+        if on_meta:
+            return later
         chosen, reason = choose(execution.backend, weight.device, weight.dtype)
         return f"{chosen} ({reason})"
     if activation is None:
@@ -214,6 +214,9 @@ def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, wei
     read = ExpertWeights.of if adapter is None else adapter.weights
     assert read is not None  # of one that has an activation
     spec = spec_of(read(module), activation, execution)
+    if on_meta:
+        check_layer(spec)
+        return later if execution.precision is None else f"{later}, precision {execution.precision}"
     try:
         backend, reason = select(spec)
     except ValueError as error:

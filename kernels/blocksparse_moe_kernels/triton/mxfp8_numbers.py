@@ -160,7 +160,7 @@ def dequantized_words(words, scales, dtype: tl.constexpr, HARDWARE: tl.constexpr
 def dot_mxfp8(a, a_scales, b, b_scales, acc, HARDWARE: tl.constexpr):
     """acc + a @ b: codes [M, K] and [K, N], scales [M, K / 32] and [N, K / 32].
 
-    sm_100 multiplies them as they are, if M is at least 128; else both are widened to bf16 before, by the compiler or here.
+    Multiplied as they are by sm_120, and by sm_100 if M is at least 128; else widened to bf16 before, by the compiler or here.
     """
     if HARDWARE:
         return tl.dot_scaled(a, a_scales, "e4m3", b, b_scales, "e4m3", acc)

@@ -154,7 +154,9 @@ def _score(logits, total, largest, SCORE: tl.constexpr, PRECISE: tl.constexpr):
     elif SCORE == "sigmoid":
         return _sigmoid(logits, PRECISE)
     else:
-        return tl.sqrt(_softplus(logits, PRECISE))
+        small = logits < -15.0
+        root = tl.sqrt(_softplus(tl.where(small, 0.0, logits), PRECISE))
+        return tl.where(small, _exp(tl.where(small, logits, 0.0) / 2, PRECISE), root)  # softplus is exp there
 
 
 @triton.jit
@@ -167,8 +169,7 @@ def _selecting(
     if SCORED:
         values = _score(logits, total, largest, SCORE, False)
     if HAS_CORRECTION:
-        # No bias opens a closed expert: of -inf the second is -inf, else more than any score.
-        values = tl.minimum(values + correction, tl.fma(logits, 2.0**-25, 2.0**127))
+        values += correction
     return values
 
 
