@@ -85,11 +85,11 @@ def and_gradients(y: Tensor, leaves: tuple[Tensor, ...], grad: Tensor) -> tuple[
     return y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))
 
 
-def copy_of(case: Case, moved: int, name: str = "copy") -> Variant:
-    """Reads half of `moved` bytes and writes the other half."""
-    source = torch.zeros(moved // 2, dtype=torch.uint8, device=case.device)
+def copy_of(case: Case, moved: int, name: str = "copy", times: int = 1) -> Variant:
+    """Reads half of `moved` bytes and writes the other half, by so many copies of as many bytes."""
+    source = torch.zeros(times, moved // 2 // times, dtype=torch.uint8, device=case.device)
     target = torch.empty_like(source)
-    return Variant(name, "roof", lambda: (target.copy_(source),), moved=moved)
+    return Variant(name, "roof", lambda: tuple(map(Tensor.copy_, target, source)), moved=moved)
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import blocksparse_moe
 from blocksparse_moe.products import implementation
 from blocksparse_moe.router.choice import choose_experts
 from blocksparse_moe_kernels import BlockSparse, Columns, Topology, get_activation, reference
+from blocksparse_moe_kernels.config import ceil_div
 
 from .check import reference_dtype
 from .decoder import IMPLEMENTATIONS, decoder_layer
@@ -23,6 +24,9 @@ from .low_precision import low_precision
 from .peers import PEERS, PRODUCT_PEERS, build_peers
 from .products import dsd, grad_down, grad_hidden, grad_rows, grad_up, sdd, sdd_activation
 from .variants import Layer, Task, Variant
+
+BEYOND_CACHES = 2**28
+"""Bytes that no GPU's cache holds."""
 
 # -------------------------------------------------------------------- the layer
 
@@ -118,10 +122,14 @@ def router(case: Case, choice: Choice) -> list[Task]:
 
 
 def route(case: Case, choice: Choice) -> list[Task]:
-    """From logits to experts and weights by several routers, without the gate; the roof is a copy of as many bytes."""
+    """From logits to experts and weights by several routers, without the gate; the roof is a copy of as many bytes. One call,
+    whose input may be in a cache, and several with an input each, which are not."""
     logits = make_logits(case)
     leaf, grad = logits.clone().requires_grad_(), torch.randn(case.shape.T, case.shape.K, device=case.device)
-    variants: dict[str, list[Variant]] = {"forward": [], "forward+backward": []}
+    rounds = 1 if case.device.type == "cpu" else ceil_div(BEYOND_CACHES, logits.nbytes)
+    inputs, from_memory = [logits.clone() for _ in range(rounds)], f"forward, {rounds} inputs"
+    stages = ["forward", *([from_memory] if rounds > 1 else []), "forward+backward"]
+    variants: dict[str, list[Variant]] = {stage: [] for stage in stages}
     for name, config in _routers(case).items():
         bias = torch.zeros(case.shape.E, device=case.device) if config.correction_bias else None
         expected = cache(partial(_expected_route, logits, grad, config, bias))
@@ -130,30 +138,43 @@ def route(case: Case, choice: Choice) -> list[Task]:
             def forward(config=config, bias=bias, backend=backend) -> tuple[Tensor, ...]:
                 return choose_experts(logits, bias, config, backend)
 
+            def forwards(config=config, bias=bias, backend=backend) -> tuple[Tensor, ...]:
+                return [choose_experts(one, bias, config, backend) for one in inputs][-1]
+
             def forward_backward(config=config, bias=bias, backend=backend) -> tuple[Tensor, ...]:
                 weights, ids = choose_experts(leaf, bias, config, backend)
                 return weights.detach(), ids, *torch.autograd.grad(weights, leaf, grad)
 
-            for stage, run in (("forward", forward), ("forward+backward", forward_backward)):
+            runs = {"forward": forward, from_memory: forwards, "forward+backward": forward_backward}
+            for stage in stages:
+                run = runs[stage]
                 variants[stage].append(Variant(f"{name_of(backend)}, {name}", "ours", run, expected=expected))
     chosen = 12 * grad.numel()  # weights in fp32, ids in int64
-    moved = {"forward": logits.nbytes + chosen, "forward+backward": 3 * logits.nbytes + 2 * chosen + grad.nbytes}
+    once = logits.nbytes + chosen
+    moved = {"forward": once, from_memory: rounds * once, "forward+backward": once + 2 * logits.nbytes + chosen + grad.nbytes}
     return [
-        part("route", [*variants[stage], copy_of(case, moved[stage])], tuple, stage=stage, moved=moved[stage])
-        for stage in variants
+        part("route", [*variants[stage], copy], tuple, stage=stage, moved=moved[stage])
+        for stage in stages
+        for copy in [copy_of(case, moved[stage], times=rounds if stage == from_memory else 1)]
     ]
 
 
 def _routers(case: Case) -> dict[str, blocksparse_moe.RouterConfig]:
-    """Two by softmax, and DeepSeek-V3's, with as many groups as there can be."""
+    """Two by softmax, one by each other score with a bias, and DeepSeek-V3's, with as many groups as there can be."""
     E, K = case.shape.E, case.shape.K
     groups = next(groups for groups in (8, 4, 2, 1) if E % groups == 0 and E // groups * max(1, groups // 2) >= K)
     deepseek = blocksparse_moe.RouterConfig(
         K, score="sigmoid", normalize=K > 1, scaling_factor=2.5, correction_bias=True, num_groups=groups,
         top_groups=max(1, groups // 2),
     )  # fmt: skip
-    softmax = {"softmax": blocksparse_moe.RouterConfig(K, normalize=False), "sigmoid in groups": deepseek}
-    return ({"softmax, normalised": blocksparse_moe.RouterConfig(K, normalize=True)} if K > 1 else {}) | softmax
+    biased = replace(deepseek, num_groups=1, top_groups=1)
+    rest = {
+        "softmax": blocksparse_moe.RouterConfig(K, normalize=False),
+        "sigmoid": biased,
+        "sqrt softplus": replace(biased, score="sqrt_softplus"),
+        "sigmoid in groups": deepseek,
+    }
+    return ({"softmax, normalised": blocksparse_moe.RouterConfig(K, normalize=True)} if K > 1 else {}) | rest
 
 
 def _expected_route(

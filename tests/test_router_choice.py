@@ -98,6 +98,18 @@ def test_groups_that_differ_in_the_last_bit_are_told_apart(backend, groups, size
     assert torch.equal(ids, falling.indices[:, : config.top_k])
 
 
+@each_backend_slowly
+@pytest.mark.parametrize(("groups", "size"), [(8, 2), (8, 4), (8, 16), (8, 32), (4, 24), (4, 64)])
+def test_groups_of_logits_with_any_strides(backend, groups, size):
+    """By the values as well: each token has distinct logits, so that the best experts are those of plain sorting."""
+    E = groups * size
+    wide = torch.rand(37, 2 * E, device=DEVICE).argsort(dim=1).float() / E
+    config = RouterConfig(2, num_groups=groups, top_groups=groups - 1, group_score="max")
+    for logits in (wide[:, :E], wide[:, E:].contiguous(), wide[:, ::2], wide.T.contiguous().T[:, :E]):
+        _, ids = choose_experts(logits, None, config, backend)
+        assert torch.equal(ids, logits.argsort(dim=1, descending=True)[:, :2])
+
+
 @each_backend
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_closed_experts_of_the_best_groups_come_before_those_of_others(backend, score):
