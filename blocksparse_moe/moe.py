@@ -298,7 +298,7 @@ class dMoE(nn.Module):
         if x.shape[-1:] != (self.config.hidden_size,):
             raise ValueError(f"dMoE: the input must be [..., {self.config.hidden_size}]; got {list(x.shape)}.")
         tokens = x.reshape(-1, self.config.hidden_size)
-        routing = self.router(tokens) if expert_ids is None else self.router(tokens, expert_ids=expert_ids)
+        routing = self._route(tokens, {} if expert_ids is None else {"expert_ids": expert_ids})
         topology = Topology.from_ids(routing.expert_ids, self.config.num_experts)
         y = self.experts(tokens, topology, routing.weights)
         if self.config.router.num_identity_experts:
@@ -308,6 +308,15 @@ class dMoE(nn.Module):
         y = y.view(x.shape)
         return (y, routing) if return_routing else y
 
+    def _route(self, tokens: Tensor, given: dict[str, Tensor]) -> RouterOutput:
+        if torch.compiler.is_compiling():  # which cannot break a graph inside of try
+            return self.router(tokens, **given)
+        try:
+            return self.router(tokens, **given)
+        except NotImplementedError:
+            select(self._spec())  # refused there as well, with the nearest that runs
+            raise
+
     def _identity_share(self, routing: RouterOutput) -> Tensor:
         """[T, 1]: the weights of a token's identity experts, whose ids come behind those of the others."""
         first = self.config.num_experts
@@ -316,4 +325,7 @@ class dMoE(nn.Module):
 
     def backend_report(self) -> str:
         """Which backend computes the experts of this layer as it is now, why, and why the others would not."""
-        return report(self.experts.spec(autocast_dtype(self.experts.down_proj)))
+        return report(self._spec())
+
+    def _spec(self) -> ExpertSpec:
+        return self.experts.spec(autocast_dtype(self.experts.down_proj))

@@ -6,6 +6,8 @@ y = mxfp8_expert_mlp(x, topology, experts, routing_weights)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -40,9 +42,7 @@ class MXFP8Experts(nn.Module):
         super().__init__()
         given = {"up_codes": up_codes, "up_scales": up_scales, "down_codes": down_codes, "down_scales": down_scales}
         for name, tensor in given.items():
-            check_type("MXFP8Experts", name, tensor, Tensor, "Make them by quantize_experts(up_proj, down_proj).")
-            if tensor.dtype != torch.uint8:
-                raise TypeError(f"MXFP8Experts: {name} must be uint8; got {tensor.dtype}. Codes are given as bytes.")
+            _check_bytes(name, tensor)
             if tensor.device != up_codes.device:
                 raise ValueError(f"MXFP8Experts: up_codes are on {up_codes.device} and {name} on {tensor.device}; move one.")
             self.register_buffer(name, tensor)
@@ -50,6 +50,13 @@ class MXFP8Experts(nn.Module):
         for name in ("up", "down"):
             shape = given[f"{name}_codes"].shape
             check_shape("MXFP8Experts", f"{name}_scales", given[f"{name}_scales"], ((*shape[:-1], ceil_div(shape[-1], BLOCK)),))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Other dtypes, which torch would convert number by number, are refused."""
+        for name, _ in self.named_buffers():
+            if (tensor := state_dict.get(f"{prefix}{name}")) is not None:
+                _check_bytes(name, tensor)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     @property
     def up_proj(self) -> MXFP8:
@@ -69,6 +76,12 @@ class MXFP8Experts(nn.Module):
     def extra_repr(self) -> str:
         E, H, F = self.down_codes.shape
         return f"{E} experts, H={H}, F={F}, {self.up_codes.shape[1]} rows up, {self.nbytes:,} bytes on {self.down_codes.device}"
+
+
+def _check_bytes(name: str, tensor: Tensor) -> None:
+    check_type("MXFP8Experts", name, tensor, Tensor, "Make them by quantize_experts(up_proj, down_proj).")
+    if tensor.dtype != torch.uint8:
+        raise TypeError(f"MXFP8Experts: {name} must be uint8; got {tensor.dtype}. Codes are given as bytes.")
 
 
 def _check_shapes(operation: str, up_proj: Tensor, down_proj: Tensor) -> None:
@@ -131,7 +144,9 @@ def mxfp8_expert_mlp(
         [T, H] in the dtype of x, or autocast's.
     Otherwise as `ops.expert_mlp`.
     """
+    check_type("mxfp8_expert_mlp", "x", x, Tensor, "Make one with torch.as_tensor.")
     check_type("mxfp8_expert_mlp", "experts", experts, MXFP8Experts, "Make them by quantize_experts(up_proj, down_proj).")
+    check_type("mxfp8_expert_mlp", "quantize_activations", quantize_activations, bool, "Give True or False.")
     codes = (experts.up_proj.codes, experts.down_proj.codes)
     check_operands(
         "mxfp8_expert_mlp", topology, x=x, routing_weights=routing_weights, up_proj=codes[0], down_proj=codes[1],

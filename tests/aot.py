@@ -42,8 +42,8 @@ from blocksparse_moe_kernels.config import GemmConfig
 from blocksparse_moe_kernels.triton import gluon_rings, mxfp8_numbers
 from blocksparse_moe_kernels.triton.descriptors import Described
 
-from .aot_cases import ARCHITECTURES, DTYPES, PRODUCTS, Build, configurations, forms, full_product
-from .aot_mxfp8 import mxfp8
+from .aot_cases import DTYPES, PRODUCTS, Build, configurations, forms, full_product
+from .aot_mxfp8 import MXFP8_ARCHITECTURES, mxfp8
 
 POINTERS = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
@@ -229,7 +229,7 @@ def compile_all(builds: list[Build], jobs: int) -> list[Report]:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.aot", description="Compile the kernels ahead of time, without a GPU.")
-    parser.add_argument("architecture", type=int, choices=ARCHITECTURES)
+    parser.add_argument("architecture", type=int, choices=MXFP8_ARCHITECTURES)
     parser.add_argument(
         "part", nargs="?", choices=["configurations", "forms", "mxfp8", *PRODUCTS, "helpers"], default="configurations"
     )

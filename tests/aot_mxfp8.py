@@ -15,10 +15,18 @@ from blocksparse_moe_kernels.triton.mxfp8_quantize import quantize, quantize_col
 from blocksparse_moe_kernels.triton.mxfp8_rows import dsd, row_product_tile, sdd_activation
 from blocksparse_moe_kernels.triton.mxfp8_transposed import column_product_tile, dsd_transposed
 
-from .aot_cases import DEPTHS, GPT_OSS, HEIGHTS, Build, Layer, distinct
+from .aot_cases import ARCHITECTURES, DEPTHS, GPT_OSS, HEIGHTS, Build, Layer, distinct
+
+MXFP8_ARCHITECTURES = (*ARCHITECTURES, 121)
+"""With one that takes the tiles of sm_120, and multiplies otherwise."""
 
 WEIGHT_ONLY = {"quantized": False}
 """x in high precision."""
+
+
+def known_architecture(architecture: int) -> int:
+    """The one whose tiles it takes, as `config.architecture_of` has it."""
+    return max(known for known in ARCHITECTURES if known <= architecture)
 
 
 def empty(layer: Layer, *shape: int, axis: int = -1, topology: Topology | None = None) -> MXFP8:
@@ -61,12 +69,10 @@ def quantizers(layer: Layer) -> None:
 def mxfp8(architecture: int) -> Iterator[Build]:
     """Each tile where tiles are tuned or multiplied natively, else the largest; once the other dtypes, the activation of most
     parameters, and sizes that nothing divides."""
-    layer = Layer("bf16")
-    quantized = distinct(row_product_tile(height, True, architecture) for height in reversed(HEIGHTS))
-    plain = distinct(
-        row_product_tile(height, False, architecture, narrow) for height in reversed(HEIGHTS) for narrow in (False, True)
-    )
-    columns = distinct(column_product_tile(depth, architecture) for depth in reversed(DEPTHS))
+    layer, known = Layer("bf16"), known_architecture(architecture)
+    quantized = distinct(row_product_tile(height, True, known) for height in reversed(HEIGHTS))
+    plain = distinct(row_product_tile(height, False, known, narrow) for height in reversed(HEIGHTS) for narrow in (False, True))
+    columns = distinct(column_product_tile(depth, known) for depth in reversed(DEPTHS))
     if architecture not in (90, *NATIVE_MXFP8):
         quantized, plain, columns = quantized[:1], plain[:1], columns[:1]
     yield from (Build(mxfp8_up, layer, architecture, config) for config in quantized)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse_moe import products
-from blocksparse_moe.backends import products as backend_products
 from blocksparse_moe.backends import te as te_backend
 from blocksparse_moe.backends.te.engine import Engine
 
@@ -31,7 +30,7 @@ HOPPER = Engine(
     cublaslt=130100,
     fused_variable=None,
     cudnn_frontend=None,
-    fused_registered=False,
+    fused_obstacle="not registered",
 )
 
 BLACKWELL = Engine(
@@ -41,7 +40,7 @@ BLACKWELL = Engine(
     cublaslt=130500,
     fused_variable="1",
     cudnn_frontend="1.29.0",
-    fused_registered=True,
+    fused_obstacle=None,
 )
 
 
@@ -50,7 +49,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, engine: Engine | str) -> None:
     major, minor = (9, 0) if isinstance(engine, str) else engine.capability
     monkeypatch.setattr(te_backend, "ask", lambda device: engine)
     monkeypatch.setattr(products, "_capability", lambda device: (major, minor))
-    monkeypatch.setattr(backend_products, "architecture_of", lambda device: 10 * major + minor)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
 
 
 class _Linear(torch.autograd.Function):

@@ -11,8 +11,8 @@ from itertools import product
 import pytest
 import torch
 
-from blocksparse_moe import MoEConfig, RouterConfig, dMoE
-from blocksparse_moe.backends import BACKENDS, PRECISIONS, ExpertSpec, report, select
+from blocksparse_moe import MoEConfig, RouterConfig, dMoE, products
+from blocksparse_moe.backends import BACKENDS, PRECISIONS, ExpertSpec, check_layer, report, select
 from blocksparse_moe.backends.execution import Execution
 from blocksparse_moe_kernels import Columns
 
@@ -106,6 +106,31 @@ def test_what_a_report_calls_possible_is(monkeypatch, engine, device):
                     select(named)
 
 
+def test_a_layer_is_refused_at_once_if_and_only_if_it_runs_nowhere(monkeypatch):
+    plain = ExpertSpec(Columns.equal(128, 2), 256, "swiglu", False, torch.bfloat16, torch.device("cuda:0"))
+    layers = [*LAYERS.values(), {"bias": True}, {"activation": "geglu"}, {"hidden_size": 288}]
+    asked = [
+        replace(plain, **{**changes, "dtype": torch.bfloat16}, execution=one) for changes, one in product(layers, EXECUTIONS)
+    ]
+    runs = dict.fromkeys(range(len(asked)), False)
+    for engine in ENGINES.values():
+        answer(monkeypatch, engine)
+        for number, spec in enumerate(asked):
+            try:
+                select(spec)
+            except NotImplementedError:
+                continue
+            runs[number] = True
+    for number, spec in enumerate(asked):
+        try:
+            check_layer(replace(spec, device=torch.device("meta")))
+        except NotImplementedError as error:
+            assert not runs[number], spec
+            assert ADVICE in str(error)
+        else:
+            assert runs[number], spec
+
+
 CONFIG = MoEConfig(32, 32, 2, router=RouterConfig(top_k=2))
 
 
@@ -127,3 +152,22 @@ def test_a_layer_that_is_made_as_advised(config):
                 assert (
                     dMoE(changed, **options | {name: named[name] for name in options.keys() & named.keys()})(x).shape == x.shape
                 )
+
+
+@pytest.mark.parametrize("precision", [None, "mxfp8"])
+def test_a_call_advises_what_the_report_does(monkeypatch, precision):
+    """Though the router is the first to refuse."""
+    monkeypatch.setattr(products, "_interpreting", lambda: False)
+    layer = dMoE(CONFIG, device="cpu", backend="triton", precision=precision)
+    with pytest.raises(NotImplementedError) as error:
+        layer(torch.randn(3, 32))
+    assert f"nothing runs here: {error.value} " in layer.backend_report()
+    assert [options["backend"] for options in advice(str(error.value))] == ["auto"] * (1 if precision is None else 2)
+
+
+def test_what_only_the_router_refuses_is_its_own_refusal(monkeypatch):
+    monkeypatch.setattr(products, "_interpreting", lambda: False)
+    layer = dMoE(CONFIG, device="cpu", backend="torch")
+    layer.router.backend = "triton"
+    with pytest.raises(NotImplementedError, match="backend 'triton' needs a CUDA device"):
+        layer(torch.randn(3, 32))

@@ -157,6 +157,35 @@ def test_not_strict_leaves_alone_what_cannot_be_computed():
         patch_huggingface(model, strict=False)
 
 
+def test_not_strict_leaves_alone_what_has_no_precision(monkeypatch):
+    model = mixtral()
+    first, second = experts_of(model)
+    monkeypatch.setattr(second, "_apply_gate", lambda pre: second.act_fn(pre.chunk(2, dim=-1)[0].clamp(max=0.5)), raising=False)
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot be computed here \(model.layers.1.mlp.experts: its gate is its own"
+    ):
+        patch_huggingface(model, precision="mxfp8")
+    assert first.config is model.config
+    handle = patch_huggingface(model, precision="mxfp8", strict=False)
+    assert [layer.name for layer in handle.layers] == ["model.layers.0.mlp.experts"]
+    assert "model.layers.1.mlp.experts: left alone, its gate is its own and runs between two products" in handle.report
+    assert first.config is not model.config and second.config is model.config
+
+
+def test_not_strict_leaves_alone_what_the_backend_refuses():
+    model = mixtral()
+    first, second = experts_of(model)
+    second.double()
+    with pytest.raises(NotImplementedError, match=r"'triton' computes in .* got torch.float64\. The nearest that runs here is"):
+        patch_huggingface(model, backend="triton")
+    handle = patch_huggingface(model, backend="triton", strict=False)
+    assert [layer.name for layer in handle.layers] == ["model.layers.0.mlp.experts"]
+    assert "layers.1.mlp.experts: left alone, backend 'triton' computes in fp32, fp16 and bf16; got" in handle.report
+    first.double()
+    with pytest.raises(UnsupportedModelError, match=r"has experts that cannot be computed here .*backend 'triton' computes in"):
+        patch_huggingface(model, backend="triton", strict=False)
+
+
 def test_a_flag_of_a_newer_transformers_is_refused(monkeypatch):
     """A release may add a flag that changes what experts compute, as 5.21 did: harmless at its default only."""
     decorator = moe.use_experts_implementation
@@ -216,9 +245,20 @@ def test_backends_by_name():
     model = mixtral()
     with pytest.raises(ValueError, match="backend: 'fast' is not known; choose one of auto, triton, torch"):
         patch_huggingface(model, backend="fast")
-    with pytest.raises(NotImplementedError, match="backend 'triton' computes in fp32, fp16 and bf16"):
+    refused = (
+        r"backend 'triton' computes in fp32, fp16 and bf16; got torch.float64\. The nearest that runs here is backend='auto'"
+    )
+    with pytest.raises(NotImplementedError, match=refused):
         patch_huggingface(model.double(), backend="triton")
     assert all(module.config is model.config for module in experts_of(model))
+
+
+def test_bf16_of_a_model_in_fp32_and_in_fp64():
+    model = mixtral()
+    with patch_huggingface(model, precision="bf16") as handle:
+        assert "backend none but under autocast" in handle.report
+    with pytest.raises(ValueError, match=r"the experts compute in torch.float64\. Cast the layer, as by .bfloat16\(\)\.$"):
+        patch_huggingface(model.double(), precision="bf16")
 
 
 def test_derived_experts_classes_are_known():

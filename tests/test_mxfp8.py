@@ -111,6 +111,7 @@ def test_blocks_of_rows_begin_with_each_expert(backend, data):
         assert torch.equal(found.scales[firsts[expert] : firsts[expert + 1]], scales.T)
         assert torch.equal(found.dequantize(torch.float64)[rows], reference.mxfp8(source.T).T)
     assert not found.dequantize()[kept:].any(), "dropped rows are zero, whatever memory holds there"
+    assert torch.equal(found.mT.dequantize(), found.dequantize().mT)
 
 
 @given(x=blocks())

@@ -72,6 +72,24 @@ def test_they_are_saved_and_loaded(experts):
     )
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [lambda t: t.float(), lambda t: t.bfloat16(), lambda t: t.int(), lambda t: t.view(torch.float8_e4m3fn)],
+    ids=["fp32", "bf16", "int32", "E4M3"],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_loaded_from_bytes_only(experts, name, convert):
+    holder = torch.nn.ModuleDict({"one": experts})
+    before = {key: tensor.clone() for key, tensor in holder.state_dict().items()}
+    given = before | {f"one.{name}": convert(before[f"one.{name}"])}
+    for assign in (False, True):
+        with pytest.raises(TypeError, match=rf"MXFP8Experts: {name} must be uint8; got torch\.\w+\. Codes are given as bytes"):
+            holder.load_state_dict(given, assign=assign)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in holder.state_dict().items())
+    with pytest.raises(RuntimeError, match=f"Missing key.*one.{name}"):
+        holder.load_state_dict({key: tensor for key, tensor in before.items() if key != f"one.{name}"})
+
+
 def test_they_print_in_a_line(experts):
     assert re.fullmatch(r"MXFP8Experts\(4 experts, H=40, F=10, 20 rows up, 5,\d\d\d bytes on \w+(:\d)?\)", repr(experts))
     assert re.fullmatch(r"MXFP8\(\[4, 20, 40\], blocks along axis -1, torch.float32, \w+(:\d)?\)", repr(experts.up_proj))
@@ -120,6 +138,18 @@ def test_what_is_no_tensor(backend, wrong):
     for pair in ((wrong, right), (right, wrong), (quantize(right), right)):
         with pytest.raises(TypeError, match=r"quantize_experts: \w+_proj must be of type Tensor"):
             quantize_experts(*pair, backend=backend)
+
+
+def test_what_the_expert_mlp_does_not_take(experts):
+    topology, x = Topology.from_ids(torch.tensor([[0]], device=DEVICE), 4), torch.zeros(1, 40, device=DEVICE)
+    for arguments, named, message in (
+        ((None, topology, experts), {}, r"x must be of type Tensor; got NoneType\. Make one with torch.as_tensor"),
+        ((x, None, experts), {}, "topology must be of type Topology; got NoneType"),
+        ((x, topology, None), {}, "experts must be of type MXFP8Experts; got NoneType"),
+        ((x, topology, experts), {"quantize_activations": "yes"}, "quantize_activations must be of type bool; got str. Give"),
+    ):
+        with pytest.raises(TypeError, match=f"mxfp8_expert_mlp: {message}"):
+            mxfp8_expert_mlp(*arguments, **named)
 
 
 def test_what_experts_are_not_made_of(experts):

@@ -383,6 +383,34 @@ def test_ops_and_compiled_layers():
     torch.library.opcheck(torch.ops.blocksparse_moe.mxfp8_expert_mlp.default, (x.detach(), *codes, p.detach(), *arguments))
 
 
+@each_backend
+def test_products_of_what_is_not_in_mxfp8(backend):
+    x, topology, up, down, _ = example()
+    kernels, rows = mxfp8_launchers(backend), quantize_columns(randn(10, 8).float(), topology)
+    with pytest.raises(TypeError, match=r"sdd: the weight must be of type MXFP8; got Tensor\. Make one with quantize\(w\)"):
+        kernels.sdd(quantize(x), up, topology)
+    with pytest.raises(TypeError, match=r"dsd: the weight must be of type MXFP8; got Tensor"):
+        kernels.dsd(randn(10, 10).float(), down.mT, topology)
+    with pytest.raises(TypeError, match=r"sdd: x must be of type Tensor; got str\. .* or an MXFP8 with quantize"):
+        kernels.sdd("x", quantize(up), topology)
+    with pytest.raises(TypeError, match=r"dsd: x must be of type MXFP8; got Tensor\. Make one with quantize_columns"):
+        kernels.dsd_transposed(rows, randn(10, 8).float())
+    with pytest.raises(ValueError, match="sums over rows, so both operands must come from quantize_columns"):
+        kernels.dsd_transposed(rows.mT, rows)
+
+
+def test_second_order_gradients_are_refused_with_a_cure():
+    x, topology, up, down, p = example()
+    leaves = [tensor.requires_grad_() for tensor in (x, up, down)]
+    for recompute in (False, True):
+        y = expert_mlp(x, topology, up, down, p, precision="mxfp8", recompute=recompute)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(
+            NotImplementedError, match=r"second-order gradients.*, which have gradients of any order and no precision"
+        ):
+            torch.autograd.grad(grad.sum(), leaves)
+
+
 def test_errors_say_what_to_do():
     x, topology, up, down, _ = example()
     with pytest.raises(ValueError, match="precision must be \"mxfp8\" or None; got 'fp8'"):

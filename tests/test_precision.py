@@ -10,6 +10,7 @@ import torch
 from blocksparse_moe import Experts, MoEConfig, RouterConfig, Topology, dMoE, expert_mlp
 from blocksparse_moe.backends import select
 from blocksparse_moe.backends.execution import Execution
+from blocksparse_moe.backends.products import NATIVE_MXFP8
 
 from .support import DEVICE, HAS_CUDA
 
@@ -41,7 +42,8 @@ def test_it_is_expert_mlp_in_mxfp8():
 
 def test_the_report_says_emulated():
     text = dMoE(CONFIG, device=DEVICE, precision="mxfp8").backend_report()
-    native = HAS_CUDA and torch.cuda.get_device_capability()[0] == 10
+    major, minor = torch.cuda.get_device_capability() if HAS_CUDA else (0, 0)
+    native = 10 * major + minor in NATIVE_MXFP8
     assert text.startswith(
         f"backend {'triton' if HAS_CUDA else 'torch'} (the default on {'CUDA' if HAS_CUDA else DEVICE.type})"
     )
@@ -49,16 +51,22 @@ def test_the_report_says_emulated():
     assert "precision='mxfp8'" in repr(dMoE(CONFIG, precision="mxfp8"))
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-def test_where_it_is_native(monkeypatch, capability):
-    from blocksparse_moe.backends import BACKENDS, ExpertSpec, products
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [
+        *((emulated, "emulated") for emulated in ((8, 0), (8, 9), (9, 0), (12, 1), (13, 0), (101, 3))),
+        *((native, "native") for native in ((10, 0), (10, 3), (11, 0), (12, 0))),
+    ],
+)
+def test_where_it_is_native(monkeypatch, capability, kind):
+    """Where Triton was seen to multiply natively, and on no newer device by guess."""
+    from blocksparse_moe.backends import BACKENDS, ExpertSpec
     from blocksparse_moe_kernels import Columns
 
-    monkeypatch.setattr(products, "architecture_of", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     execution = Execution("triton", "mxfp8")
     spec = ExpertSpec(Columns.equal(32, 2), 32, "swiglu", False, torch.bfloat16, torch.device("cuda"), execution=execution)
     (line,) = BACKENDS["triton"].describe(spec)
-    kind = "native" if capability >= 100 else "emulated"
     assert f"precision mxfp8, {kind}" in line and BACKENDS["triton"].brief(spec) == f"mxfp8, {kind}"
     assert ("never run here" in line) == (kind == "native")
 
@@ -99,12 +107,47 @@ def test_a_dtype_that_nobody_computes_in_is_reported():
 
 
 def test_experts_of_unequal_size_are_refused():
-    layer = dMoE(MoEConfig(64, (32, 64), 2), device=DEVICE, precision="mxfp8")
+    config = MoEConfig(64, (32, 64), 2)
+    layer = dMoE(config, device=DEVICE)
+    layer.experts.execution = Execution("auto", "mxfp8")
     with pytest.raises(NotImplementedError, match="where experts have one size; these differ"):
         select(layer.experts.spec())
-    for backend, precision in (("torch", "mxfp8"), ("te", "fp8_block"), ("te", None)):
+    for backend, precision in (("torch", "mxfp8"), ("te", "fp8_block"), ("te", None), ("auto", "mxfp8"), ("auto", "fp8_block")):
         with pytest.raises(NotImplementedError, match=r"one size.*; these differ"):
-            dMoE(layer.config, device="meta", backend=backend, precision=precision)
+            dMoE(config, device="meta", backend=backend, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (MoEConfig(40, 32, 2), {"precision": "fp8_current"}, "sizes 40: H and F must be multiples of 16"),
+        (MoEConfig(64, 48, 2), {"precision": "mxfp8"}, "sizes 48: H and F must be multiples of 32"),
+        (MoEConfig(64, 64, 2, bias=True), {"precision": "mxfp8", "require_fused": True}, "unfused, .* FAILS: no biases"),
+        (
+            MoEConfig(64, 64, 2, activation="geglu"),
+            {"precision": "mxfp8", "require_fused": True},
+            "FAILS: plain swiglu .*geglu",
+        ),
+        (MoEConfig(64, 64, 2), {"precision": "fp8_block", "require_fused": True}, r"FAILS: precision mxfp8 \(fp8_block\)"),
+        (MoEConfig(64, 96, 2), {"precision": "mxfp8", "require_fused": True}, "FAILS: H and F multiples of 64 .*F=96"),
+        (MoEConfig(64, 64, 2, recompute=True), {"precision": "fp8_block"}, "does not recompute"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["te", "auto"])
+def test_what_no_device_computes_is_refused_at_once(config, options, message, backend):
+    if options == {"precision": "mxfp8"} and backend == "auto":
+        assert dMoE(config, device="meta", **options)
+        return
+    with pytest.raises(NotImplementedError, match=rf"backend 'te' .*{message}.* The nearest that runs here is "):
+        dMoE(config, device="meta", backend=backend, **options)
+
+
+def test_bf16_of_fp64_is_not_a_matter_of_autocast():
+    layer = dMoE(CONFIG, dtype=torch.float64, precision="bf16")
+    x = torch.randn(3, 64, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"in torch.float64\. Cast .*\.bfloat16\(\)\.$"):
+        layer(x)
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_autocast_and_bf16():

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
-from types import ModuleType
 
 import pytest
 import torch
 
-from blocksparse_moe import MoEConfig, dMoE, products
+from blocksparse_moe import MoEConfig, dMoE
 from blocksparse_moe.backends import ExpertSpec, report, select
 from blocksparse_moe.backends.execution import Execution
-from blocksparse_moe.backends.te import engine as te_engine
 from blocksparse_moe.backends.te.fused import conditions
 from blocksparse_moe.backends.te.products import interleave
 from blocksparse_moe.backends.te.recipes import RECIPES
@@ -135,102 +130,6 @@ def test_unknown_precisions(precision):
         dMoE(MoEConfig(8, 8, 2), backend="te", precision=precision)
 
 
-# -------------------------------------------------------------------- absent, too old, broken
-
-
-@pytest.fixture
-def fresh_load():
-    remembered = (te_engine.load, te_engine.ask, te_engine.at_import)
-    for function in remembered:
-        function.cache_clear()
-    yield
-    for function in remembered:
-        function.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("version", "failure", "message"),
-    [
-        (None, None, r"needs Transformer Engine >= 2.17, which is not installed \(pip install 'blocksparse-moe\[te\]'\)"),
-        ("2.16.1", None, "needs Transformer Engine >= 2.17; found 2.16.1"),
-        ("main-abc", None, "found one whose version is 'main-abc', which cannot be compared"),
-        (
-            "2.20.2",
-            ImportError("undefined symbol: cublasLt"),
-            "found Transformer Engine 2.20.2, which cannot be imported.*cublas",
-        ),
-        ("2.20.2", OSError("libtransformer_engine.so"), "cannot be imported beside torch .*OSError: libtransformer_engine.so"),
-        ("2.20.2", AssertionError("Minimum torch"), "cannot be imported.*AssertionError: Minimum torch"),
-        ("2.20.2", ValueError("invalid literal for int()"), "cannot be imported.*ValueError: invalid literal"),
-        ("2.20.2", SystemExit(1), "cannot be imported.*SystemExit: 1"),
-        ("2.20.2", SystemExit(), "cannot be imported.*SystemExit, which gave no reason"),
-    ],
-)
-def test_an_engine_that_is_not_there(monkeypatch, fresh_load, version, failure, message):
-    was_there = "transformer_engine" in sys.modules
-    monkeypatch.setattr(products, "_capability", lambda device: (9, 0))
-
-    def of(distribution: str) -> str:
-        if distribution != te_engine.DISTRIBUTION:
-            return metadata.distribution(distribution).version
-        if version is None:
-            raise metadata.PackageNotFoundError(distribution)
-        return version
-
-    def broken(name: str) -> ModuleType:
-        raise failure
-
-    monkeypatch.setattr(te_engine.metadata, "version", of)
-    if failure is not None:
-        monkeypatch.setattr(te_engine, "import_module", broken)
-    with pytest.raises(NotImplementedError, match=message):
-        select(spec())
-    assert "nothing runs here" in report(spec())
-    layer = dMoE(MoEConfig(8, 8, 2), backend="te")
-    layer.experts.execution = Execution("auto")
-    assert layer(torch.randn(3, 8)).shape == (3, 8)  # nothing else is affected
-    assert ("transformer_engine" in sys.modules) == was_there
-
-
-def test_an_interruption_while_it_is_imported_is_one(monkeypatch, fresh_load):
-    def interrupted(name: str) -> ModuleType:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(te_engine, "installed", lambda: "2.20.2")
-    monkeypatch.setattr(te_engine, "import_module", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        te_engine.load()
-
-
-def test_a_pre_release_is_taken_for_its_release(monkeypatch, fresh_load):
-    monkeypatch.setattr(te_engine, "installed", lambda: "2.17.0rc1")
-    monkeypatch.setattr(te_engine, "import_module", ModuleType)
-    assert isinstance(te_engine.load(), ModuleType)
-
-
-@pytest.mark.parametrize("failure", [SystemExit(1), RuntimeError("no driver")])
-def test_an_engine_that_does_not_answer(monkeypatch, fresh_load, failure):
-    def broken(te: ModuleType, device: torch.device) -> None:
-        raise failure
-
-    monkeypatch.setattr(te_engine, "load", lambda: ModuleType("te"))
-    monkeypatch.setattr(te_engine, "_answers", broken)
-    assert f"which does not answer: {type(failure).__name__}: {failure}" in te_engine.ask(CUDA)
-
-
-def test_answers_without_a_reason(monkeypatch):
-    """Some questions are answered by no, and None."""
-    te = ModuleType("te")
-    for question in te_engine.QUESTIONS.values():
-        setattr(te, question, lambda return_reason: (False, None))
-    version = ModuleType("transformer_engine_torch")
-    version.get_cublasLt_version = lambda: 130100
-    monkeypatch.setattr(te_engine, "import_module", lambda name: version)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert set(te_engine._answers(te, CUDA).available.values()) == {""}
-
-
 # -------------------------------------------------------------------- fused or not
 
 
@@ -245,23 +144,11 @@ def test_every_condition_is_named(on):
 
 @pytest.mark.parametrize(("registered", "fails"), [(True, []), (False, ["NVTE_CUTEDSL_FUSED_GROUPED_MLP", "registered"])])
 def test_a_variable_that_may_have_come_too_late(on, registered, fails):
-    engine = replace(BLACKWELL, imported_before=True, fused_registered=registered)
+    engine = replace(BLACKWELL, imported_before=True, fused_obstacle=None if registered else "not registered")
     failing = [condition for condition in conditions(engine, spec("mxfp8")) if not condition.holds]
     assert len(failing) == len(fails) and all(words in str(one) for words, one in zip(fails, failing, strict=True))
     on(engine)
     assert "set to 1 now, but it was imported before this package could look" in report(spec("mxfp8"))
-
-
-def test_the_variable_is_read_before_the_import(monkeypatch, fresh_load):
-    def imported(name: str) -> ModuleType:
-        monkeypatch.setenv(te_engine.FUSED_VARIABLE, "1")
-        return ModuleType(name)
-
-    monkeypatch.delenv(te_engine.FUSED_VARIABLE, raising=False)
-    monkeypatch.setattr(te_engine, "installed", lambda: "2.20.2")
-    monkeypatch.setattr(te_engine, "import_module", imported)
-    assert isinstance(te_engine.load(), ModuleType)
-    assert te_engine.at_import().fused_variable is None
 
 
 def test_a_frontend_of_no_version(on):
@@ -295,7 +182,7 @@ def test_what_runs_without_it(on, precision, advice):
         ({}, {"capability": (11, 0)}, r"compute capability 10.x \(Blackwell\) \(11.0\)"),
         ({}, {"cudnn_frontend": "1.9.0"}, r"nvidia-cudnn-frontend >= 1.23.0 \(1.9.0\)"),
         ({}, {"cudnn_frontend": None}, "nvidia-cudnn-frontend .*not installed"),
-        ({}, {"fused_registered": False}, "is registered by Transformer Engine .*not registered"),
+        ({}, {"fused_obstacle": "not registered"}, "is registered by Transformer Engine .*not registered"),
         ({"hidden_size": 288}, {}, "multiples of 64 .*H=288"),
         ({"activation": "geglu"}, {}, "plain swiglu .*geglu"),
         ({"bias": True}, {}, "no biases"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Protocol
@@ -67,7 +68,7 @@ class Backend(Protocol):
     name: str
 
     def never(self, spec: ExpertSpec) -> str | None:
-        """Why this backend computes no such layer, on whatever device; None where it may."""
+        """Why this backend computes no such layer, on whatever device and in whatever dtype; None where it may."""
 
     def why_not(self, spec: ExpertSpec) -> str | None:
         """Why this backend cannot compute `spec` where it is, or None."""
@@ -119,10 +120,12 @@ def check_execution(execution: Execution) -> Execution:
 
 
 def check_layer(spec: ExpertSpec) -> None:
-    """NotImplementedError if the backend that was asked for computes no such layer, on whatever device."""
-    name = spec.execution.backend
-    if name != "auto" and (obstacle := BACKENDS[name].never(spec)) is not None:
-        raise NotImplementedError(_refusal(spec, f"backend {name!r} {obstacle}."))
+    """NotImplementedError if the backend that was asked for ("auto": any) computes no such layer, on whatever device."""
+    asked = spec.execution.backend
+    obstacles = {name: BACKENDS[name].never(spec) for name in (BACKENDS if asked == "auto" else (asked,))}
+    if None not in obstacles.values():
+        reasons = "; ".join(f"backend {name!r} {obstacle}" for name, obstacle in obstacles.items())
+        raise NotImplementedError(_refusal(spec, f"{reasons}."))
 
 
 def select(spec: ExpertSpec) -> tuple[Backend, str]:
@@ -152,7 +155,8 @@ def _select(spec: ExpertSpec) -> tuple[Backend, str]:
     if not execution.is_plain and (obstacle := backend.why_not(spec)) is not None:
         raise NotImplementedError(f"backend {name!r} {obstacle}.")
     if (mistake := _mistake(spec)) is not None:
-        raise ValueError(f"{mistake}. Cast the layer, as by .bfloat16(), or use autocast.")
+        autocast = "" if spec.dtype == torch.float64 else ", or use autocast"  # which leaves fp64 alone
+        raise ValueError(f"{mistake}. Cast the layer, as by .bfloat16(){autocast}.")
     return backend, reason
 
 
@@ -163,30 +167,32 @@ def _mistake(spec: ExpertSpec) -> str | None:
 
 
 def _refusal(spec: ExpertSpec, reason: str) -> str:
-    """The reason, and what to ask for instead: the nearest that runs, and the nearest that is emulated if that is nearer."""
-    asked = spec.execution
-    nearest = () if asked.precision is None else RECIPES[asked.precision].nearest
-    fused = ("mxfp8",) if asked.require_fused else ()
-    choices = {
-        "require_fused": (asked.require_fused, False),
-        "precision": (asked.precision, *nearest, *fused, None),
-        "recompute": (spec.recompute, False),
-        "backend": (asked.backend, "auto"),
-    }
-    found: dict[bool, str] = {}
-    for values in product(*(dict.fromkeys(choice) for choice in choices.values())):
-        options = dict(zip(choices, values, strict=True))
-        changed = ", ".join(f"{name}={value!r}" for name, value in options.items() if value != choices[name][0])
-        recompute = options.pop("recompute")
-        other = replace(spec, recompute=recompute, execution=Execution(**options))
+    """The reason, and what to ask for instead: the nearest in earnest, and the nearest that is emulated if that is nearer."""
+    emulated = ""
+    for changed, other in _neighbours(spec):
         try:
             backend, _ = _select(other)
         except (NotImplementedError, ValueError, TypeError):
             continue
-        found.setdefault(emulated := backend.emulates(other), f"{changed} ({backend.name}: {backend.brief(other)})")
-        if not emulated:
-            break
-    return f"{reason} The nearest that runs here is {', or '.join(found[kind] for kind in sorted(found))}." if found else reason
+        found = f"{changed} ({backend.name}: {backend.brief(other)})"
+        if not backend.emulates(other):
+            return f"{reason} The nearest that runs here is {found}{emulated}."
+        emulated = emulated or f", or {found}"
+    return reason
+
+
+def _neighbours(spec: ExpertSpec) -> Iterator[tuple[str, ExpertSpec]]:
+    """What may be asked for in the place of `spec`, the nearest first: the options that change, and all of it."""
+    execution = spec.execution
+    asked = (execution.require_fused, execution.precision, spec.recompute, execution.backend)
+    of_precision = () if execution.precision is None else RECIPES[execution.precision].nearest
+    of_fused = ("mxfp8",) if execution.require_fused else ()
+    instead = ((False,), (*of_precision, *of_fused, None), (False,), ("auto",))
+    for options in product(*(dict.fromkeys((one, *others)) for one, others in zip(asked, instead, strict=True))):
+        named = zip(("require_fused", "precision", "recompute", "backend"), options, asked, strict=True)
+        changed = ", ".join(f"{name}={option!r}" for name, option, before in named if option != before)
+        require_fused, precision, recompute, backend = options
+        yield changed, replace(spec, recompute=recompute, execution=Execution(backend, precision, require_fused))
 
 
 def report(spec: ExpertSpec) -> str:

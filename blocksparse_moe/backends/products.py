@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from blocksparse_moe_kernels import Topology
-from blocksparse_moe_kernels.config import architecture_of
 
 from ..ops import expert_mlp
 from ..products import why_not
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from . import ExpertSpec, ExpertWeights
 
 
-NATIVE_MXFP8 = (100, 120)
-"""Architectures for which Triton compiles a product of scaled blocks to instructions that multiply them as they are."""
+NATIVE_MXFP8 = (100, 103, 110, 120)
+"""Architectures for which Triton 3.7 was seen to compile a product of scaled blocks to instructions that multiply them as they
+are; not 121, though it is newer."""
 
 _NATIVE = "precision mxfp8, native: tensor cores multiply blocks with their scales; never run here by this project"
 _EMULATED = "precision mxfp8, emulated: rounded to it, then multiplied in a wider dtype. For numerics, not for speed"
@@ -42,12 +43,15 @@ class ProductBackend:
         return None
 
     def why_not(self, spec: ExpertSpec) -> str | None:
-        return self.never(spec) or why_not(self.name, spec.device, spec.dtype)
+        return why_not(self.name, spec.device, spec.dtype) or self.never(spec)
 
     def emulates(self, spec: ExpertSpec) -> bool:
         if spec.execution.precision != "mxfp8":
             return False
-        return self.name != "triton" or spec.device.type != "cuda" or architecture_of(spec.device) not in NATIVE_MXFP8
+        if self.name != "triton" or spec.device.type != "cuda":
+            return True
+        major, minor = torch.cuda.get_device_capability(spec.device)
+        return 10 * major + minor not in NATIVE_MXFP8
 
     def describe(self, spec: ExpertSpec) -> list[str]:
         if spec.execution.precision != "mxfp8":

@@ -203,7 +203,7 @@ def _expert_mlp_backward(ctx, grad):
 def _no_second_order(ctx, *grads):
     raise NotImplementedError(
         "expert_mlp: second-order gradients are not implemented. Build the layer from sdd, dsd and combine, which have "
-        "gradients of any order, or call reference.expert_mlp; of a patched model call handle.restore()."
+        "gradients of any order and no precision, or call reference.expert_mlp; of a patched model call handle.restore()."
     )
 
 

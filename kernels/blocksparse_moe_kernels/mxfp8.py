@@ -3,9 +3,9 @@
     value = code * 2^(scale - 127)
 
 A code has 4 bits of exponent and 3 of mantissa; the largest is 448. The scale of a block is the least power of two with which
-nothing in the block exceeds that. The axis is the contraction of the product that the numbers are for, so a matrix in three
-products needs two copies: *rowwise* along its columns, and *columnwise* along its rows. Each is made from the numbers in high
-precision, and never from the other.
+nothing in the block exceeds that (but for numbers one ulp above 448 * 2^-127, which are saturated). The axis is the
+contraction of the product that the numbers are for, so a matrix in three products needs two copies: *rowwise* along its
+columns, and *columnwise* along its rows. Each is made from the numbers in high precision, and never from the other.
 
 Format: OCP Microscaling Formats v1.0, arXiv:2310.10537. Scales are rounded up, as Transformer Engine does (NVIDIA, recipes for
 MXFP8, arXiv:2506.08027); the rule of the OCP specification rounds down, and saturates.
@@ -47,7 +47,7 @@ class MXFP8:
         scales: uint8, in that shape but for `axis`, where there is one for each block.
         axis: along which blocks lie, counted from the end: -1 or -2.
         dtype: of what was quantised, and of the results of products.
-        topology: blocks along rows begin anew at the first row of each expert. Block b is then row tile b of
+        topology: blocks along rows (columns of `mT`) begin anew at the first row of each expert. Block b is then row tile b of
             `topology.schedule(BLOCK)`. None: they begin at the first row only.
     """
 
@@ -82,6 +82,8 @@ class MXFP8:
         """The numbers, exactly wherever `dtype` (that of what was quantised, unless given) can hold them: fp32 can, but for
         some below 2^-126 and, above 3.4e38, what large numbers and infinities are rounded to, which becomes infinite. Rows that
         a topology has dropped are zero."""
+        if self.topology is not None and self.axis == -1:
+            return self.mT.dequantize(dtype).mT
         dtype = self.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
         factors = scale_values(self.scales).to(wide)

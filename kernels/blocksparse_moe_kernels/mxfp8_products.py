@@ -17,7 +17,7 @@ from . import torch_products
 from .activations import Activation
 from .block_sparse import BlockSparse, Columns
 from .config import ceil_div
-from .launch import check_shape
+from .launch import check_shape, check_type
 from .mxfp8 import BLOCK, MXFP8
 from .reference import Order
 from .topology import Topology
@@ -78,6 +78,9 @@ def check_row_product(
     """x [T or M, K], quantised along K or not at all, and w [E, N, K], quantised along K, can be multiplied."""
     if order not in ("tokens", "rows"):
         raise ValueError(f'{operation}: order must be "tokens" or "rows"; got {order!r}.')
+    check_type(operation, "the weight", w, MXFP8, "Make one with quantize(w).")
+    if not isinstance(x, MXFP8):
+        check_type(operation, "x", x, Tensor, "Make one with torch.as_tensor, or an MXFP8 with quantize(x).")
     if w.codes.ndim != 3 or w.axis != -1 or (isinstance(x, MXFP8) and (x.axis != -1 or x.topology is not None)):
         raise ValueError(
             f"{operation}: operands must be quantised along the contraction, the weight as a stack [E, N, H]; the weight is "
@@ -108,8 +111,10 @@ def check_row_product(
 
 def check_transposed_product(s: MXFP8, x: MXFP8, like: Tensor | None) -> Topology:
     """s [M, N] and x [M, H], quantised by the rows of one topology, which is returned."""
+    for name, operand in (("s", s), ("x", x)):
+        check_type("dsd", name, operand, MXFP8, "Make one with quantize_columns(rows, topology).")
     topology = s.topology
-    if topology is None or x.topology is None or topology.offsets is not x.topology.offsets:
+    if topology is None or x.topology is None or topology.offsets is not x.topology.offsets or (s.axis, x.axis) != (-2, -2):
         raise ValueError(
             "dsd: a transposed product sums over rows, so both operands must come from quantize_columns with one topology."
         )

@@ -16,8 +16,9 @@ from torch import Tensor
 from blocksparse_moe_kernels import Topology, get_activation
 
 from .engine import Engine, ask
-from .fused import Condition, conditions
+from .fused import conditions, conditions_of_layer, is_fused, not_fused
 from .recipes import FUSED_ALIGNMENT, RECIPES
+from .recipes import never as never_of_recipe
 from .recipes import why_not as why_not_recipe
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ class TransformerEngine:
             return "takes each expert's matrices contiguous, [out, in]; these weights have other strides"
         if spec.recompute:
             return "does not recompute (recompute=True); transformer_engine.pytorch.checkpoint does, around the layer"
-        return None
+        halves = get_activation(spec.activation).halves
+        sizes = (spec.hidden_size, spec.columns.widest, halves * spec.columns.widest)
+        reasons = [never_of_recipe(_key(spec), sizes)]
+        if spec.execution.require_fused:
+            reasons.append(not_fused(conditions_of_layer(spec)))
+        return _joined(reasons)
 
     def why_not(self, spec: ExpertSpec) -> str | None:
         if (reason := self.never(spec)) is not None:
@@ -66,19 +72,17 @@ class TransformerEngine:
         engine = ask(spec.device)
         if isinstance(engine, str):
             return engine
-        activation = get_activation(spec.activation)
-        sizes = (spec.hidden_size, spec.columns.widest, activation.halves * spec.columns.widest)
-        reasons = [why_not_recipe(_key(spec), engine, str(spec.device), sizes)]
-        if spec.execution.require_fused and (failing := _failing(engine, spec)):
-            reasons.append("would run unfused, and require_fused=True was asked for: " + "; ".join(map(str, failing)))
-        return "; it ".join(reason for reason in reasons if reason is not None) or None
+        reasons = [why_not_recipe(_key(spec), engine, str(spec.device))]
+        if spec.execution.require_fused:
+            reasons.append(not_fused(conditions(engine, spec)))
+        return _joined(reasons)
 
     def emulates(self, spec: ExpertSpec) -> bool:
         return False
 
     def brief(self, spec: ExpertSpec) -> str:
         engine = ask(spec.device)
-        fused = isinstance(engine, Engine) and not _failing(engine, spec)
+        fused = isinstance(engine, Engine) and is_fused(engine, spec)
         return f"{spec.name_of_precision}, {'fused' if fused else 'unfused'}"
 
     def describe(self, spec: ExpertSpec) -> list[str]:
@@ -87,19 +91,19 @@ class TransformerEngine:
         if isinstance(engine, str):
             return []
         recipe = RECIPES[_key(spec)]
-        is_fused = not _failing(engine, spec)
+        fused = is_fused(engine, spec)
         lines = [
             f"Transformer Engine {engine.version}, cuBLASLt {_dotted(engine.cublaslt)}",
             f"precision {spec.name_of_precision}: {recipe.name or _GEMMS[spec.dtype]}, rows of each expert padded to "
-            f"{FUSED_ALIGNMENT if is_fused else recipe.alignment}"
+            f"{FUSED_ALIGNMENT if fused else recipe.alignment}"
             + ("" if recipe.proven and engine.capability == PROVEN_ON else "; never run here by this project"),
         ]
         if spec.execution.precision == "mxfp8":
-            lines.append(f"{'fused' if is_fused else 'unfused'} grouped MLP; the conditions:")
+            lines.append(f"{'fused' if fused else 'unfused'} grouped MLP; the conditions:")
             lines += [f"  {condition}" for condition in conditions(engine, spec)]
         else:
             lines.append("unfused grouped MLP: fused are those of mxfp8 only")
-        how = "the first weight is copied in each step, in the order that the fused kernel wants" if is_fused else UNFUSED
+        how = "the first weight is copied in each step, in the order that the fused kernel wants" if fused else UNFUSED
         return [*lines, how, *LIMITS]
 
     def experts(
@@ -113,8 +117,9 @@ class TransformerEngine:
         from .run import experts
 
         engine = ask(spec.device)
-        assert isinstance(engine, Engine)
-        return experts(x, topology, routing_weights, weights, spec, fused=not _failing(engine, spec))
+        if isinstance(engine, str):
+            raise NotImplementedError(f"backend 'te' {engine}.")
+        return experts(x, topology, routing_weights, weights, spec, fused=is_fused(engine, spec))
 
 
 def _key(spec: ExpertSpec) -> str:
@@ -122,10 +127,10 @@ def _key(spec: ExpertSpec) -> str:
     return spec.execution.precision or "bf16"
 
 
-def _failing(engine: Engine, spec: ExpertSpec) -> list[Condition]:
-    return [condition for condition in conditions(engine, spec) if not condition.holds]
+def _joined(reasons: list[str | None]) -> str | None:
+    return "; it ".join(reason for reason in reasons if reason is not None) or None
 
 
-def _dotted(version: int) -> str:
+def _dotted(version: int | None) -> str:
     """130100 -> 13.1"""
-    return f"{version // 10000}.{version // 100 % 100}"
+    return "of an unknown version" if version is None else f"{version // 10000}.{version // 100 % 100}"

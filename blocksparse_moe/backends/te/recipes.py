@@ -45,21 +45,23 @@ RECIPES = {
 """By the name that `precision` takes."""
 
 
-def why_not(precision: str, engine: Engine, device: str, sizes: tuple[int, ...]) -> str | None:
-    """Why `precision` cannot multiply matrices of those sizes on the device that `engine` speaks of; None when it can.
+def never(precision: str, sizes: tuple[int, ...]) -> str | None:
+    """Why `precision` multiplies matrices of those sizes nowhere; None when it may."""
+    multiple = RECIPES[precision].size_multiple
+    odd = sorted({size for size in sizes if size % multiple})
+    if not odd:
+        return None
+    return f"cannot compute in {precision} with sizes {', '.join(map(str, odd))}: H and F must be multiples of {multiple}"
+
+
+def why_not(precision: str, engine: Engine, device: str) -> str | None:
+    """Why `precision` does not run on the device that `engine` speaks of; None when it does.
 
     Transformer Engine itself refuses to enter a recipe that is not available, NVFP4 apart (2.20): all are asked about here.
     """
-    recipe = RECIPES[precision]
-    if recipe.question is not None and (reason := engine.available[recipe.question]) is not None:
-        return (
-            f"cannot compute in {precision} on {device} (compute capability {engine.capability[0]}.{engine.capability[1]}): "
-            + (reason.strip().rstrip(".") or "Transformer Engine gave no reason")
-        )
-    odd = sorted({size for size in sizes if size % recipe.size_multiple})
-    if odd:
-        return (
-            f"cannot compute in {precision} with sizes {', '.join(map(str, odd))}: H and F must be multiples of "
-            f"{recipe.size_multiple}"
-        )
-    return None
+    question = RECIPES[precision].question
+    if question is None or (reason := engine.available[question]) is None:
+        return None
+    return f"cannot compute in {precision} on {device} (compute capability {engine.capability[0]}.{engine.capability[1]}): " + (
+        reason.strip().rstrip(".") or "Transformer Engine gave no reason"
+    )

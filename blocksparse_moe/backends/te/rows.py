@@ -22,7 +22,7 @@ def _of_first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "backend 'te': second-order gradients are not implemented, and create_graph=True asks for what they need. "
-                "Leave it out, or compose sdd, an activation, dsd and combine."
+                "Leave it out, or compose sdd, an activation, dsd and combine, which have no precision."
             )
         return backward(ctx, *grads)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocksparse_moe_kernels import Topology, get_activation
-from blocksparse_moe_kernels.launch import check_operands, check_shape, check_weights, on_device
+from blocksparse_moe_kernels.launch import check_operands, check_shape, check_type, check_weights, on_device
 from blocksparse_moe_kernels.padding import PaddedRows, pad_rows
 
 from ...autocast import autocast_dtype, without_autocast
@@ -109,6 +109,15 @@ def _check(x: Tensor, topology: Topology, routing_weights: Tensor | None, weight
             check_shape("backend te", name, bias, ((E, width),))
     for name, weight, shape in (("up_proj", weights.up_proj, (E, halves * F, H)), ("down_proj", weights.down_proj, (E, H, F))):
         check_shape("backend te", name, weight, (shape,))
+        if not weight.is_contiguous():
+            raise ValueError(f"backend te: {name} must be contiguous; its strides are {weight.stride()}. Call .contiguous().")
         if (main_grad := getattr(weight, "main_grad", None)) is not None:
+            check_type(
+                "backend te", f"main_grad of {name}", main_grad, Tensor, "Give a buffer of the parameter's shape, or None."
+            )
             check_shape("backend te", f"main_grad of {name}", main_grad, (shape,))
-        assert weight.is_contiguous()  # the spec has said so
+        elif torch.is_grad_enabled() and weight.requires_grad and getattr(weight._base, "main_grad", None) is not None:
+            raise NotImplementedError(
+                f"backend te: {name} is a part of a parameter, whose main_grad would get nothing. Take main_grad from that "
+                "parameter, so that gradients go to grad, or choose backend='auto', which does not read it."
+            )

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from blocksparse_moe_kernels import Columns
 from blocksparse_moe_kernels.launch import check_type
 from blocksparse_moe_kernels.versions import require
 
-from ...backends import check_execution, check_layer, select
+from ...backends import ExpertSpec, check_execution, check_layer, select
 from ...backends.execution import Execution
-from ...products import choose
 from .adapters import OTHERS, Adapter, adapter_of
 from .experts import (
     DTYPES,
@@ -159,8 +160,8 @@ def patch_huggingface(
         model: a transformers model, or a part of one; `supports` tells which.
         backend: "auto", "triton", "torch" or "te", for every layer.
         precision, require_fused: of the experts' products, as in `dMoE`.
-        strict: refuse a model that has an experts module which cannot be computed here; if false, such modules are left
-            alone and listed in the report, as long as there is one that can.
+        strict: refuse a model that has an experts module which cannot be computed here, or not by that backend and in that
+            precision; if false, such modules are left alone and listed in the report, as long as there is one that can.
     Returns:
         A handle with `report`, `restore()` and use as a context manager. Patching again with the same backend changes
         nothing; with another one it changes the backend until that handle is restored.
@@ -173,9 +174,18 @@ def patch_huggingface(
     register_huggingface()
     check_type("patch_huggingface", "model", model, nn.Module, "Load it first, as by AutoModelForCausalLM.from_pretrained.")
     chosen_execution = check_execution(Execution(backend, precision, require_fused))
-    modules = dict(candidates(model))
-    reasons = {name: reason for name, module in modules.items() if (reason := why_not_patched(module)) is not None}
-    if len(reasons) == len(modules) or (reasons and strict):
+    planned: list[tuple[Any, PatchedLayer, _Patch]] = []
+    reasons: dict[str, str] = {}
+    for name, module in candidates(model):
+        try:
+            planned.append((module, *_plan(name, module, replace(chosen_execution, memory={}))))
+        except UnsupportedModelError as error:
+            reasons[name] = str(error)
+        except NotImplementedError as error:  # of the backend
+            if strict:
+                raise
+            reasons[name] = str(error).removesuffix(".")
+    if not planned or (reasons and strict):
         found = [f"{name or type(model).__name__}: {reason}" for name, reason in list(reasons.items())[:4]]
         raise UnsupportedModelError(
             f"patch_huggingface: {type(model).__name__} "
@@ -185,19 +195,21 @@ def patch_huggingface(
                 else "has no mixture-of-experts layer."
             )
         )
-    layers, switches = [], []
-    for name, module in modules.items():
-        if name in reasons:
-            continue
-        adapter = adapter_of(module)
-        weight = adapter.weight_of(module) if adapter else getattr(module, up_name(module))
-        activation = _proven_activation(module, adapter)
-        execution = replace(chosen_execution, memory={})
-        runs = _what_runs(module, adapter, activation, weight, execution)
-        layers.append(PatchedLayer(name, type(module).__name__, runs, activation))
-        switches.append((module, _Patch(execution, activation, _facts(module, adapter), None if adapter else module.config)))
-    made = [(module, patch) for module, patch in switches if _switch(module, patch)]
-    return PatchHandle(made, layers, [SkippedLayer(name, reason) for name, reason in reasons.items()])
+    made = [(module, patch) for module, _, patch in planned if _switch(module, patch)]
+    skipped = [SkippedLayer(name, reason) for name, reason in reasons.items()]
+    return PatchHandle(made, [layer for _, layer, _ in planned], skipped)
+
+
+def _plan(name: str, module: Any, execution: Execution) -> tuple[PatchedLayer, _Patch]:
+    """What a module becomes; raises UnsupportedModelError of one that cannot be computed here, and what `select` does."""
+    if (reason := why_not_patched(module)) is not None:
+        raise UnsupportedModelError(reason)
+    adapter = adapter_of(module)
+    weight = adapter.weight_of(module) if adapter else getattr(module, up_name(module))
+    activation = _proven_activation(module, adapter)
+    runs = _what_runs(module, adapter, activation, weight, execution)
+    patch = _Patch(execution, activation, _facts(module, adapter), None if adapter else module.config)
+    return PatchedLayer(name, type(module).__name__, runs, activation), patch
 
 
 def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, weight: Tensor, execution: Execution) -> str:
@@ -207,10 +219,12 @@ def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, wei
     if execution.is_plain:
         if on_meta:
             return later
-        chosen, reason = choose(execution.backend, weight.device, weight.dtype)
-        return f"{chosen} ({reason})"
+        # Its sizes do not matter, and partitioned weights have none until they are gathered.
+        plain = ExpertSpec(Columns.equal(1, 1), 1, "swiglu", False, weight.dtype, weight.device, execution=execution)
+        backend, reason = select(plain)
+        return f"{backend.name} ({reason})"
     if activation is None:
-        raise UnsupportedModelError(f"patch_huggingface: {type(module).__name__}: {why_not_executed(execution)}.")
+        raise UnsupportedModelError(why_not_executed(execution))
     read = ExpertWeights.of if adapter is None else adapter.weights
     assert read is not None  # of one that has an activation
     spec = spec_of(read(module), activation, execution)
@@ -220,6 +234,8 @@ def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, wei
     try:
         backend, reason = select(spec)
     except ValueError as error:
+        if spec.dtype == torch.float64:  # which autocast leaves alone
+            raise
         return f"none but under autocast ({error})"
     return f"{backend.name} ({reason}), precision {backend.brief(spec)}"
 
