@@ -112,8 +112,9 @@ def test_layers():
     expected = torch.stack([load_balancing_loss(router(x.flatten(0, 1))) for router in routers]).mean()
     torch.testing.assert_close(mean, expected)
     balance.reset()
-    once = balance(routers[0](x[0]), transformers_scale=True)
-    torch.testing.assert_close(once, load_balancing_loss(routers[0](x[0]), transformers_scale=True))
+    routings = [routers[0](x[0]), Router(5, 6, RouterConfig(3), device=DEVICE)(x[0])]
+    scaled = torch.stack([load_balancing_loss(routing, transformers_scale=True) for routing in routings]).mean()
+    torch.testing.assert_close(balance(*routings, transformers_scale=True), scaled)
 
 
 def test_what_is_refused():
@@ -132,6 +133,8 @@ def test_what_is_refused():
             balance(*wrong)
     with pytest.raises(ValueError, match=r"mask must have an element for each of the 4 tokens; got \[3\]"):
         balance(routing, mask=torch.ones(3))
+    with pytest.raises(TypeError, match="routing must be of type RouterOutput; got list"):
+        balance([routing])
     assert balance(routing).item() == load_balancing_loss(routing).item(), "what was refused was not counted"
 
 

@@ -135,18 +135,35 @@ def test_moving_average_is_that_of_a_step_and_forgets_what_was_not_finite():
     for _ in range(20):
         layer(x)
         monitor.step()
-    for name, value in average.items():
+    for name, value in (average | {"skipped_steps": 3}).items():
         assert monitor.read(over="ema")[""].scalars[name] == pytest.approx(value, nan_ok=True), name
-    for step in range(3):
-        layer(tokens(10, step))
+
+
+def test_a_step_that_is_not_finite_does_not_hide_the_others():
+    layer, alerts = make_layer(), []
+    alarms = [Alarm("skipped_steps", above=0, callback=alerts.append), Alarm("logit_max", above=0, callback=alerts.append)]
+    monitor = MoEMonitor(layer, window=5, interval=9, write_every=1, alarms=alarms)
+    for step in range(4):
+        x = tokens(10, step)
+        if step == 2:
+            x[0] = torch.nan
+        layer(x)
         monitor.step()
-    assert all(math.isfinite(monitor.read(over)[""].scalars["z_loss"]) for over in ("ema", "window"))
+    monitor.close()
+    finite = MoEMonitor(layer, window=5, interval=9)
+    for step in (0, 1, 3):
+        layer(tokens(10, step))
+        finite.step()
+    expected = finite.read()[""].scalars | {"skipped_steps": 1}
+    assert monitor.read()[""].scalars == pytest.approx(expected, nan_ok=True)
+    assert [alert.step for alert in alerts if alert.metric == "skipped_steps"] == [3, 4]
+    assert [alert.step for alert in alerts if alert.metric == "logit_max"] == [1, 2, 3, 4]
 
 
 def test_nothing_seen_is_nan_and_no_error():
     reading = MoEMonitor(make_layer()).read()[""]
     assert set(reading.scalars) == set(SCALARS) and set(reading.experts) == set(PER_EXPERT)
-    assert all(math.isnan(value) for name, value in reading.scalars.items() if name != "tokens")
+    assert all(math.isnan(value) for name, value in reading.scalars.items() if name not in ("tokens", "skipped_steps"))
 
 
 def test_no_tokens_at_all():

@@ -139,6 +139,12 @@ def test_logits_do_not_decide_between_scores_that_are_equal(backend, score, logi
 
 
 @each_backend
+def test_after_nan_come_the_best(backend):
+    ids, _ = chosen(backend, [[0.5, math.nan, 2.0, 3.0, 1.0, -1.0, 2.5, 0.0]], top_k=3)
+    assert ids == [[1, 3, 6]]
+
+
+@each_backend
 @pytest.mark.parametrize("score", SCORES)
 def test_equal_logits_are_equal_wherever_they_are(backend, score):
     """So are their scores, in every part that a processor computes by itself."""

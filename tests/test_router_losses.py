@@ -14,7 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from blocksparse_moe import MoEConfig, Router, RouterConfig, RouterOutput, dMoE
-from blocksparse_moe.router import BiasBalancer, importance_loss, load_balancing_loss, load_loss, z_loss
+from blocksparse_moe.router import (
+    BiasBalancer,
+    GlobalLoadBalancingLoss,
+    importance_loss,
+    load_balancing_loss,
+    load_loss,
+    z_loss,
+)
 from blocksparse_moe_kernels import reference
 
 from .router_support import given_logits
@@ -202,6 +209,12 @@ def test_the_smooth_load_of_closed_experts_and_of_small_noise():
         router = Router(4, 4, RouterConfig(2, learned_noise=True, expert_dropout=0.6), device=DEVICE)
         load_loss(router(torch.randn(8, 4, device=DEVICE))).backward()
         assert router.weight.grad.isfinite().all() and router.noise_weight.grad.isfinite().all()
+    for logit in (-20, -40, -60, -200):  # of the noise: its scale is 0 at last
+        router = Router(8, 6, RouterConfig(2, learned_noise=True), device=DEVICE)
+        with torch.no_grad():
+            router.noise_weight[1] = logit
+        load_loss(router(torch.ones(7, 8, device=DEVICE) / 8 + 1e-3 * torch.randn(7, 8, device=DEVICE))).backward()
+        assert router.weight.grad.isfinite().all() and router.noise_weight.grad.isfinite().all()
     router = Router(3, 4, RouterConfig(2, learned_noise=True), device=DEVICE)
     torch.nn.init.constant_(router.noise_weight, -20)
     router(torch.ones(3, 3, device=DEVICE)).weights[:, 0].sum().backward()
@@ -325,14 +338,39 @@ def test_a_training_that_goes_on():
         assert torch.equal(other.state_dict()[key], value)
     with pytest.raises(ValueError, match="2 routers; the model has 1"):
         BiasBalancer(layers(BALANCED)).load_state_dict(states[1])
+    with pytest.raises(ValueError, match="of 3 experts; the router has 4"):
+        BiasBalancer(layers(BALANCED)).load_state_dict({"loads": [torch.ones(3)]})
 
 
-def test_a_copy_of_a_balanced_model_has_its_own_counts():
-    model = layers(BALANCED)
-    balancer, copied = BiasBalancer(model), copy.deepcopy(model)
-    copied(torch.randn(30, 8, device=DEVICE))
+def test_a_copy_of_a_balanced_model_is_not_counted():
+    model, saved = layers(BALANCED), io.BytesIO()
+    balancer = BiasBalancer(model)
+    balancer.group = lambda: None  # as a process group, no copy nor pickle takes it
+    copied = copy.deepcopy(model)
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copied, torch.load(saved, weights_only=False)):
+        other(torch.randn(30, 8, device=DEVICE))
     assert balancer._counts == [None]
-    torch.save(model, io.BytesIO())
+    model(torch.randn(30, 8, device=DEVICE))
+    assert balancer._counts[0].sum() == 60
+
+
+@pytest.mark.gpu
+def test_routers_on_several_devices():
+    routers, alone = [Router(8, 4, BALANCED, device=device) for device in ("cpu", "cuda")], Router(8, 4, BALANCED)
+    for router in (*routers, alone):
+        router.load_state_dict(routers[0].state_dict())
+    x = torch.randn(5, 8)
+    balancers = [BiasBalancer(nn.ModuleList(routers), gamma=0.5, ema=0.5), BiasBalancer(alone, gamma=0.5, ema=0.5)]
+    together, once = GlobalLoadBalancingLoss(), GlobalLoadBalancingLoss()
+    for _ in range(2):
+        routings = [router(x.to(router.weight.device)) for router in routers]
+        torch.testing.assert_close(together(*routings), once(alone(x)))
+        for balancer in balancers:
+            balancer.step()
+    for router in routers:
+        assert torch.equal(router.correction_bias.cpu(), alone.correction_bias) and alone.correction_bias.any()
 
 
 def test_a_model_without_correction_biases():

@@ -35,7 +35,7 @@ class Counters:
     def close_step(self, step: int, ema: float) -> None:
         """Move what was counted into the window and the average."""
         self.past[step % len(self.past)] = self.now
-        is_finite = self.now[2 * self.columns :].isfinite().all()
+        is_finite = are_finite(self.now)
         self._sum = torch.where(is_finite, self._sum.lerp(self.now, 1 - ema), self._sum)
         self._weight = torch.where(is_finite, ema * self._weight + (1 - ema), self._weight)
         self.now.zero_()
@@ -74,8 +74,14 @@ class Counters:
         self.now[2 * C + 2] += counts[C]
 
 
+def are_finite(sums: Tensor) -> Tensor:
+    """[..., sums] -> [...]: whether a step's `SUMS` are; probabilities may be NaN because they are not counted."""
+    return sums[..., -len(SUMS) :].isfinite().all(dim=-1)
+
+
 def over_window(past: Tensor) -> Tensor:
-    """[steps, sums] -> [sums]: of all steps."""
+    """[steps, sums] -> [sums]: of all steps that are finite."""
+    past = past.where(are_finite(past)[:, None], 0)
     total = past.sum(dim=0)
     total[-1] = past[:, -1].amax()
     return total

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..hooks import Hook
 from ..integrations.huggingface.adapters import adapter_of
 from ..integrations.huggingface.experts import ExpertWeights, is_experts
-from .layer import ExpertWeight, Hook, Layer, See
+from .layer import ExpertWeight, Layer, See
 
 
 @dataclass(frozen=True)

@@ -63,17 +63,3 @@ class ExpertWeight(NamedTuple):
     def of_each(self, tensor: Tensor) -> Sequence[Tensor]:
         """Views of the part of each expert, of the parameter or of what has its shape."""
         return tensor if self.rows is None else tensor.split(self.rows)  # type: ignore[return-value]
-
-
-class Hook:
-    """A hook that copies of the model, and pickles of it, do not take along: they are not watched."""
-
-    def __init__(self, see: See | None) -> None:
-        self.see = see
-
-    def __call__(self, *args: Any) -> None:
-        if self.see is not None:
-            self.see(*args)
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
-        return Hook, (None,)

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from blocksparse_moe_kernels import Topology
 
 from ..autocast import without_autocast
+from ..hooks import Hook
 from ..integrations.huggingface.patch import candidates, why_not_patched
 from ..moe import dMoE
 from ..router import RouterOutput
 from ..router.gate import gate_logits
 from .huggingface import TransformersLayer
-from .layer import ExpertWeight, Hook, Layer, See
+from .layer import ExpertWeight, Layer, See
 
 
 class OurLayer(Layer):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from blocksparse_moe_kernels.launch import check_type
 
 from ..checks import number, one_of, positive_integer
-from ..router.balancing import is_recomputed
+from ..hooks import is_recomputed
 from .alarms import Alarm
-from .counters import Counters, over_window
+from .counters import Counters, are_finite, over_window
 from .layer import ExpertWeight, Layer
 from .layers import find_layers
 from .reading import LayerReading, Reading, measure
@@ -103,10 +103,10 @@ class MoEMonitor:
             layer.is_due = (self.steps - self.first_step) % self.interval == 0
         if self.steps % self.write_every == 0 and (self.writers or self.alarms or self.group is not None):
             reading = self.read()
+            for alarm in self.alarms:  # before a writer can fail
+                alarm.check(reading)
             for writer in self.writers:
                 writer.write(reading)
-            for alarm in self.alarms:
-                alarm.check(reading)
 
     def read(self, over: str = "window") -> Reading:
         """The metrics of all layers now; waits for the device.
@@ -228,10 +228,9 @@ class _WatchedLayer:
     def read(self, over: str) -> LayerReading:
         counters, E, steps = self.counters, self.layer.num_experts, self.monitor.steps
         done = steps - self.monitor.first_step
-        if over == "ema":
-            counted = counters.average
-        else:
-            counted = over_window(torch.cat((counters.past, counters.now[None])))
+        window = torch.cat((counters.past, counters.now[None]))
+        counted = counters.average if over == "ema" else over_window(window)
+        skipped = (~are_finite(window)).sum().double()
         kept = min(done, len(counters.past))
         order = [(steps - kept + index) % len(counters.past) for index in range(kept)]
         history = counters.past[order, : counters.columns]
@@ -239,14 +238,15 @@ class _WatchedLayer:
             dist.all_reduce(counted[:-1], group=self.monitor.group)
             dist.all_reduce(counted[-1:], op=dist.ReduceOp.MAX, group=self.monitor.group)
             dist.all_reduce(history, group=self.monitor.group)
+            dist.all_reduce(skipped, group=self.monitor.group)
         nothing = counted.new_full((E,), torch.nan)
         measured = {name: value.to(counted.device) for name, value in self.measured.items()}  # the layer may have moved
-        single = [measured.get(name, nothing[0]) for name in ("changed", "gate_norm")]
+        single = [skipped, *(measured.get(name, nothing[0]) for name in ("changed", "gate_norm"))]
         several = [measured.get(name, nothing) for name in ("output_norm", "weight_norm", "gradient_norm")]
         flat = torch.cat((counted, history.flatten(), torch.stack(single), *several)).cpu()
-        counted, history, single_values, *rows = flat.split([len(counted), history.numel(), 2, E, E, E])
+        counted, history, single_values, *rows = flat.split([len(counted), history.numel(), 3, E, E, E])
         scalars, load = measure(counted, E)
-        scalars |= dict(zip(("changed", "gate_norm"), single_values.tolist(), strict=True))
+        scalars |= dict(zip(("skipped_steps", "changed", "gate_norm"), single_values.tolist(), strict=True))
         experts = {"load": load, **dict(zip(("output_norm", "weight_norm", "gradient_norm"), rows, strict=True))}
         return LayerReading(self.layer.name, E, scalars, experts, history.view(kept, counters.columns))
 

@@ -31,6 +31,7 @@ SCALARS = {
     "confidence": "mean of a token's largest probability of an expert",
     "load_balancing_loss": "E sum f P over all these tokens, 1 at balance",
     "z_loss": "mean of logsumexp(router logits)^2",
+    "skipped_steps": "steps of the window left out of all these, because a router logit was NaN or infinite",
     "changed": "share of sampled tokens for which another expert has the largest logit than an interval before",
     "gate_norm": "norm of the gate's weight",
 }

@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from blocksparse_moe_kernels.launch import check_type
+
 from ..checks import number
+from ..hooks import Hook, is_recomputed
 from .losses import count_slots
 from .output import RouterOutput
 from .router import Router
@@ -41,6 +44,7 @@ class BiasBalancer:
     def __init__(
         self, model: nn.Module, *, gamma: float = 1e-3, ema: float = 0.0, group: dist.ProcessGroup | None = None
     ) -> None:
+        check_type("BiasBalancer", "model", model, nn.Module, "Give the model, a dMoE or a Router.")
         number("BiasBalancer", "gamma", gamma, at_least=0)
         number("BiasBalancer", "ema", ema, at_least=0, below=1)
         self.gamma, self.ema, self.group = gamma, ema, group
@@ -54,7 +58,9 @@ class BiasBalancer:
             )
         self._counts: list[Tensor | None] = [None] * len(self.routers)
         self._loads: list[Tensor | None] = [None] * len(self.routers)
-        self._hooks = [router.register_forward_hook(partial(self._count, index)) for index, router in enumerate(self.routers)]
+        self._hooks = [
+            router.register_forward_hook(Hook(partial(self._count, index))) for index, router in enumerate(self.routers)
+        ]
 
     def _count(self, index: int, router: Router, args: Any, routing: RouterOutput) -> None:
         if router.training and not is_recomputed():
@@ -69,12 +75,16 @@ class BiasBalancer:
             torch.zeros_like(bias, dtype=torch.int64) if count is None else count
             for bias, count in zip(biases, self._counts, strict=True)
         ]
-        totals = sum_over_ranks(torch.cat(counts), self.group).split([len(count) for count in counts])
+        together = torch.cat([count.to(counts[0].device) for count in counts])  # a model may lie on several devices
+        totals = sum_over_ranks(together, self.group).split([len(count) for count in counts])
         self._counts = [None] * len(self.routers)
         for index, (bias, total) in enumerate(zip(biases, totals, strict=True)):
-            load, former, was_called = total.float(), self._loads[index], total.any()
+            load, former = total.to(bias.device, torch.float32), self._loads[index]
+            was_called = load.any()
             if self.ema:
-                load = load if former is None else torch.where(was_called, self.ema * former + (1 - self.ema) * load, former)
+                if former is not None:
+                    former = former.to(load.device)
+                    load = torch.where(was_called, self.ema * former + (1 - self.ema) * load, former)
                 self._loads[index] = load
             bias.add_((load.mean() - load).sign() * was_called, alpha=self.gamma)
 
@@ -87,8 +97,10 @@ class BiasBalancer:
         loads = state["loads"]
         if len(loads) != len(self.routers):
             raise ValueError(f"BiasBalancer: the state is of {len(loads)} routers; the model has {len(self.routers)}.")
-        devices = [router.weight.device for router in self.routers]
-        self._loads = [None if load is None else load.to(device) for load, device in zip(loads, devices, strict=True)]
+        for load, router in zip(loads, self.routers, strict=True):
+            if load is not None and load.shape != router.get_buffer("correction_bias").shape:
+                raise ValueError(f"BiasBalancer: the state is of {len(load)} experts; the router has {len(router.weight)}.")
+        self._loads = list(loads)
 
     def remove(self) -> None:
         """Take the hooks off the routers."""
@@ -101,8 +113,3 @@ def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(counts, group=group)
     return counts
-
-
-def is_recomputed() -> bool:
-    """Whether this forward pass runs inside a backward pass, as activation checkpointing has it. Compiled code never asks."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

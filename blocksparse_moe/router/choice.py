@@ -84,6 +84,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
     A stable sort of whole rows would say so as well, in twice the memory of the values.
     """
+    values = values.nan_to_num(torch.inf, torch.inf, -torch.inf)  # first, so that the others are the best of the rest
     least = values.topk(count, dim=-1).values[:, -1:]  # columns beside equal ones are any of them
     above, level = values > least, values == least
     room = count - above.sum(dim=-1, keepdim=True)

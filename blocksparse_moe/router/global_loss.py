@@ -6,7 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .balancing import is_recomputed, sum_over_ranks
+from blocksparse_moe_kernels.launch import check_type
+
+from ..hooks import is_recomputed
+from .balancing import sum_over_ranks
 from .losses import tally
 from .output import RouterOutput
 
@@ -34,7 +37,8 @@ class GlobalLoadBalancingLoss:
             for micro_batch in micro_batches:
                 balance.count(layer(micro_batch, return_routing=True)[1])
 
-    What activation checkpointing computes once more is not counted again; run the backward pass after each call.
+    What activation checkpointing computes once more is not counted again, unless compiled code does it, which does not see
+    that; run the backward pass after each call.
 
     Args:
         group: the ranks that have other tokens; None for all of them if torch.distributed is initialised, else this one.
@@ -49,7 +53,7 @@ class GlobalLoadBalancingLoss:
         self._counted: Tensor | None = None
         self._is_counted_beforehand = False
         self._probability: Tensor | float = 0.0
-        self._loss: Tensor | float = 0.0
+        self._losses: Tensor | float = 0.0
 
     def count(self, *routings: RouterOutput, mask: Tensor | None = None) -> None:
         """Count a micro-batch beforehand, and give no loss of it; then all of the step must be."""
@@ -75,25 +79,33 @@ class GlobalLoadBalancingLoss:
         recomputed = is_recomputed()
         if not (recomputed or self._is_counted_beforehand):
             self._add(counts, tokens)
-        assert self._counted is not None
+        if self._counted is None:
+            raise ValueError("GlobalLoadBalancingLoss: reset() before the backward pass of what is recomputed.")
         slots, tokens, calls = self._counted.tensor_split([-2, -1], dim=1)
         share = slots / slots.sum(dim=1, keepdim=True).clamp(min=1)
+        # The loss of all calls until now, each as large as their mean over ranks; this call's part is what it adds.
         probability = self._probability + probability
-        loss = slots.shape[1] * (share * probability * calls / tokens.clamp(min=1)).sum() / len(slots)
-        part = loss - self._loss
+        losses = slots.shape[1] * (share * probability).sum(dim=1) * (calls / tokens.clamp(min=1))[:, 0]
+        parts = losses - self._losses
         if not recomputed:
-            self._probability, self._loss = probability.detach(), loss.detach()
-        return part * routings[0].expert_ids.shape[1] if transformers_scale else part
+            self._probability, self._losses = probability.detach(), losses.detach()
+        if transformers_scale:
+            parts = torch.stack([part * routing.expert_ids.shape[1] for part, routing in zip(parts, routings, strict=True)])
+        return parts.mean()
 
     def _tallies(self, routings: tuple[RouterOutput, ...], mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Of each layer slots [layers, E], the sum of probabilities [layers, E], and tokens [layers, 1]."""
+        for routing in routings:
+            check_type("GlobalLoadBalancingLoss", "routing", routing, RouterOutput, "Call a layer with return_routing=True.")
         if len({routing.logits.shape[1] for routing in routings}) != 1:
             raise ValueError("GlobalLoadBalancingLoss: give it the routing of one or more layers with as many experts.")
-        counts, probability, tokens = zip(*(tally(routing, mask) for routing in routings), strict=True)
-        kept, E = self._counted, counts[0].shape[1]
-        if kept is not None and kept.shape != (len(counts), E + 2):
+        device = routings[0].logits.device  # a model may lie on several
+        tallies = [[one.to(device) for one in tally(routing, mask)] for routing in routings]
+        counts, probability, tokens = (torch.cat(layers) for layers in zip(*tallies, strict=True))
+        kept = self._counted
+        if kept is not None and kept.shape != (len(counts), counts.shape[1] + 2):
             raise ValueError("GlobalLoadBalancingLoss: give it the same layers until reset().")
-        return torch.cat(counts), torch.cat(probability), torch.stack(tokens)
+        return counts, probability, tokens[:, None]
 
     def _add(self, counts: Tensor, tokens: Tensor) -> None:
         """A micro-batch to what is kept of all of them and all ranks: [slots, tokens, calls]."""

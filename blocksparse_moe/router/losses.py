@@ -107,7 +107,8 @@ def load_loss(routing: RouterOutput, *, mask: Tensor | None = None) -> Tensor:
     is_chosen = routing.logits > best[:, -1:]
     others = torch.where(is_chosen, best[:, -1:], best[:, -2:-1])  # the K-th best of the other experts
     is_closed, is_free = routing.logits == -torch.inf, others == -torch.inf  # free: too few others are open
-    margin = (routing.clean_logits - others.masked_fill(is_free, 0)) / routing.noise_scale
+    scale = routing.noise_scale.clamp(min=1e-12)  # whose inverse square is finite
+    margin = (routing.clean_logits - others.masked_fill(is_free, 0)) / scale
     probability = torch.special.ndtr(margin).masked_fill(is_free, 1).masked_fill(is_closed, 0)
     if mask is not None:
         probability = probability.where(_flat_mask(routing, mask)[:, None], 0)

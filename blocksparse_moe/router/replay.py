@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .balancing import is_recomputed
+from blocksparse_moe_kernels.launch import check_type
+
+from ..hooks import is_recomputed
 from .output import RouterOutput
 from .router import Router
 
@@ -86,6 +88,7 @@ def replay_routing(model: nn.Module, recording: Recording) -> Iterator[None]:
 
 
 def _routers(function: str, model: nn.Module) -> list[tuple[str, Router]]:
+    check_type(function, "model", model, nn.Module, "Give the model, or a dMoE.")
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
     if not routers:
         raise ValueError(
