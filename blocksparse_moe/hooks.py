@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from .custom_ops import recompute
 
 
 class Hook:
@@ -23,5 +26,13 @@ class Hook:
 
 
 def is_recomputed() -> bool:
-    """Whether this forward pass runs inside a backward pass, as activation checkpointing has it. Compiled code never asks."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    """Whether this forward pass runs inside a backward pass, as activation checkpointing has it. Compiled code says no: see
+    `unless_recomputed`."""
+    return not torch.compiler.is_compiling() and recompute.in_backward()
+
+
+def unless_recomputed(new: Tensor, old: Tensor) -> Tensor:
+    """What is counted after a forward pass: `new`, but where it is recomputed `old`, in compiled code as well. No gradient."""
+    if torch.compiler.is_compiling():
+        return recompute.unless_recomputed(new.detach(), old)
+    return old if recompute.in_backward() else new.detach()

@@ -105,6 +105,26 @@ def test_recompute_does_not_count(use_reentrant, beforehand):
     torch.testing.assert_close(router.weight.grad, grad)
 
 
+@pytest.mark.slow
+@pytest.mark.case("N8")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("beforehand", [False, True])
+def test_recompute_of_compiled_code_does_not_count(use_reentrant, beforehand):
+    router = a_router()
+    parts = [torch.randn(4, 5, device=DEVICE, requires_grad=True) for _ in range(3)]
+    loss, grad = in_parts(router, parts, [None] * 3, beforehand)
+
+    router.weight.grad, balance, losses = None, GlobalLoadBalancingLoss(), []
+    for part in parts if beforehand else []:
+        balance.count(router(part))
+    compiled = torch.compile(lambda part: balance(router(part)), backend="aot_eager")
+    for part in parts:
+        losses.append(checkpoint(compiled, part, use_reentrant=use_reentrant))
+        (losses[-1] / 3).backward()
+    torch.testing.assert_close(torch.stack(losses).mean().detach(), loss)
+    torch.testing.assert_close(router.weight.grad, grad)
+
+
 def test_layers():
     routers, x = [a_router(), a_router()], torch.randn(2, 8, 5, device=DEVICE)
     balance = GlobalLoadBalancingLoss()

@@ -461,6 +461,18 @@ def test_a_monitor_does_not_make_compiled_code_be_compiled_again():
 
 
 @pytest.mark.slow
+@pytest.mark.case("N8")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recompute_of_compiled_code_is_not_counted(use_reentrant):
+    layer = make_layer()
+    monitor, compiled = MoEMonitor(layer), torch.compile(layer, backend="aot_eager")
+    for step in range(3):
+        checkpoint(compiled, tokens(5, step).requires_grad_(), use_reentrant=use_reentrant).sum().backward()
+        assert monitor.read()[""].scalars["tokens"] == 5 * (step + 1)
+    assert monitor.layers[0].counters.now[: layer.config.num_experts].sum() == 30
+
+
+@pytest.mark.slow
 def test_compiled():
     layer = make_layer()
     monitor = MoEMonitor(layer, interval=2)

@@ -381,6 +381,17 @@ def test_a_model_without_correction_biases():
 
 
 @pytest.mark.slow
+@pytest.mark.case("N8")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recompute_of_compiled_code_is_not_counted(use_reentrant):
+    model, x = layers(BALANCED), torch.randn(30, 8, device=DEVICE, requires_grad=True)
+    balancer, compiled = BiasBalancer(model), torch.compile(model, backend="aot_eager")
+    for calls in (1, 2, 3):
+        checkpoint(compiled, x, use_reentrant=use_reentrant).sum().backward()
+        assert balancer._counts[0].sum() == 60 * calls
+
+
+@pytest.mark.slow
 def test_compiled():
     model, x = layers(BALANCED), torch.randn(30, 8, device=DEVICE)
     balancer = BiasBalancer(model, gamma=0.5)

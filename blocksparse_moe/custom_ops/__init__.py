@@ -5,6 +5,6 @@ They pass through torch.compile whole. `blocksparse_moe.ops` is the way to call 
 
 from __future__ import annotations
 
-from . import experts, gate, mxfp8, products, route
+from . import experts, gate, mxfp8, products, recompute, route
 
-__all__ = ["experts", "gate", "mxfp8", "products", "route"]
+__all__ = ["experts", "gate", "mxfp8", "products", "recompute", "route"]

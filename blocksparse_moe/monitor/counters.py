@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..hooks import unless_recomputed
 from ..router.choice import log_scores
 from .reading import SUMS
 
@@ -44,6 +48,13 @@ class Counters:
     def average(self) -> Tensor:
         """[as many]: the exponential moving average of the steps that were finite; 0 before the first."""
         return self._sum / self._weight.clamp(min=torch.finfo(torch.float64).tiny)
+
+    def once(self, add: Callable[..., None], *seen: Any) -> None:
+        """`add(*seen)`, unless compiled code is recomputed; other code has been asked before it comes here."""
+        before = self.now.clone() if torch.compiler.is_compiling() else None
+        add(*seen)
+        if before is not None:
+            self.now.copy_(unless_recomputed(self.now, before))
 
     def add_logits(self, logits: Tensor, score: str) -> None:
         """[T, C] or, where a router has other columns than experts, [T, any]; their probabilities are then not counted."""

@@ -156,7 +156,7 @@ class _WatchedLayer:
         if not self._counts(module):
             return
         self.counters.move_to(logits.device)
-        self.counters.add_logits(logits.detach(), score)
+        self.counters.once(self.counters.add_logits, logits.detach(), score)
         if x is None:
             return
         # Compiled code asks for nothing that changes from step to step, lest it be compiled again: it leaves its input behind.
@@ -170,7 +170,7 @@ class _WatchedLayer:
         if not self._counts(module):
             return
         self.counters.move_to(expert_ids.device)
-        self.counters.add_ids(expert_ids.detach())
+        self.counters.once(self.counters.add_ids, expert_ids.detach())
         sample = self.monitor.sample
         if torch.compiler.is_compiling():
             self._experts_input = None if x is None else (x[:sample].detach().clone(), expert_ids[:sample].detach().clone())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from blocksparse_moe_kernels.launch import check_type
 
 from ..checks import number
-from ..hooks import Hook, is_recomputed
+from ..hooks import Hook, is_recomputed, unless_recomputed
 from .losses import count_slots
 from .output import RouterOutput
 from .router import Router
@@ -65,7 +65,7 @@ class BiasBalancer:
     def _count(self, index: int, router: Router, args: Any, routing: RouterOutput) -> None:
         if router.training and not is_recomputed():
             so_far, counts = self._counts[index], count_slots(routing, self.mask)[0]
-            self._counts[index] = counts if so_far is None else so_far + counts
+            self._counts[index] = counts if so_far is None else unless_recomputed(so_far + counts, so_far)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blocksparse_moe_kernels.launch import check_type
 
-from ..hooks import is_recomputed
+from ..hooks import is_recomputed, unless_recomputed
 from .balancing import sum_over_ranks
 from .losses import tally
 from .output import RouterOutput
@@ -37,8 +37,7 @@ class GlobalLoadBalancingLoss:
             for micro_batch in micro_batches:
                 balance.count(layer(micro_batch, return_routing=True)[1])
 
-    What activation checkpointing computes once more is not counted again, unless compiled code does it, which does not see
-    that; run the backward pass after each call.
+    What activation checkpointing computes once more is not counted again; run the backward pass after each call.
 
     Args:
         group: the ranks that have other tokens; None for all of them if torch.distributed is initialised, else this one.
@@ -52,8 +51,8 @@ class GlobalLoadBalancingLoss:
         """Begin a new step."""
         self._counted: Tensor | None = None
         self._is_counted_beforehand = False
-        self._probability: Tensor | float = 0.0
-        self._losses: Tensor | float = 0.0
+        self._probability: Tensor | None = None
+        self._losses: Tensor | None = None
 
     def count(self, *routings: RouterOutput, mask: Tensor | None = None) -> None:
         """Count a micro-batch beforehand, and give no loss of it; then all of the step must be."""
@@ -76,19 +75,20 @@ class GlobalLoadBalancingLoss:
             scalar fp32, differentiable in the logits.
         """
         counts, probability, tokens = self._tallies(routings, mask)
-        recomputed = is_recomputed()
-        if not (recomputed or self._is_counted_beforehand):
+        if not (is_recomputed() or self._is_counted_beforehand):
             self._add(counts, tokens)
         if self._counted is None:
             raise ValueError("GlobalLoadBalancingLoss: reset() before the backward pass of what is recomputed.")
         slots, tokens, calls = self._counted.tensor_split([-2, -1], dim=1)
         share = slots / slots.sum(dim=1, keepdim=True).clamp(min=1)
+        if self._probability is None or self._losses is None:
+            self._probability, self._losses = torch.zeros_like(probability), probability.new_zeros(len(probability))
         # The loss of all calls until now, each as large as their mean over ranks; this call's part is what it adds.
         probability = self._probability + probability
         losses = slots.shape[1] * (share * probability).sum(dim=1) * (calls / tokens.clamp(min=1))[:, 0]
         parts = losses - self._losses
-        if not recomputed:
-            self._probability, self._losses = probability.detach(), losses.detach()
+        self._probability = unless_recomputed(probability, self._probability)
+        self._losses = unless_recomputed(losses, self._losses)
         if transformers_scale:
             parts = torch.stack([part * routing.expert_ids.shape[1] for part, routing in zip(parts, routings, strict=True)])
         return parts.mean()
@@ -110,4 +110,4 @@ class GlobalLoadBalancingLoss:
     def _add(self, counts: Tensor, tokens: Tensor) -> None:
         """A micro-batch to what is kept of all of them and all ranks: [slots, tokens, calls]."""
         counted = sum_over_ranks(torch.cat((counts, tokens, torch.ones_like(tokens)), dim=1), self.group)
-        self._counted = counted if self._counted is None else self._counted + counted
+        self._counted = counted if self._counted is None else unless_recomputed(self._counted + counted, self._counted)
