@@ -126,7 +126,9 @@ def route(case: Case, choice: Choice) -> list[Task]:
     whose input may be in a cache, and several with an input each, which are not."""
     logits = make_logits(case)
     leaf, grad = logits.clone().requires_grad_(), torch.randn(case.shape.T, case.shape.K, device=case.device)
-    rounds = 1 if case.device.type == "cpu" else ceil_div(BEYOND_CACHES, logits.nbytes)
+    rounds = ceil_div(BEYOND_CACHES, max(1, logits.nbytes))
+    if rounds > 64 or case.device.type == "cpu":  # too small to be anywhere but in the cache
+        rounds = 1
     inputs, from_memory = [logits.clone() for _ in range(rounds)], f"forward, {rounds} inputs"
     stages = ["forward", *([from_memory] if rounds > 1 else []), "forward+backward"]
     variants: dict[str, list[Variant]] = {stage: [] for stage in stages}
