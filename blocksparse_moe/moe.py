@@ -314,7 +314,8 @@ class dMoE(nn.Module):
         try:
             return self.router(tokens, **given)
         except NotImplementedError:
-            select(self._spec())  # refused there as well, with the nearest that runs
+            if self.router.backend != "auto":  # which is that of the experts, and refused there with the nearest that runs
+                select(self._spec())
             raise
 
     def _identity_share(self, routing: RouterOutput) -> Tensor:

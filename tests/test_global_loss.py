@@ -105,6 +105,23 @@ def test_recompute_does_not_count(use_reentrant, beforehand):
     torch.testing.assert_close(router.weight.grad, grad)
 
 
+@pytest.mark.parametrize("beforehand", [False, True])
+def test_what_is_recomputed_has_the_same_value(beforehand):
+    router, balance, values = a_router(), GlobalLoadBalancingLoss(), []
+    parts = list(torch.randn(3, 6, 5, device=DEVICE, requires_grad=True))
+    for part in parts if beforehand else []:
+        balance.count(router(part))
+
+    def loss_of(part: Tensor) -> Tensor:
+        loss = balance(router(part))
+        values.append(loss.item())
+        return loss.square()
+
+    for part in parts:
+        checkpoint(loss_of, part, use_reentrant=False).backward()
+    assert values[::2] == values[1::2] and len(set(values)) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.case("N8")
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocksparse_moe import patch_huggingface
+from blocksparse_moe import MoEConfig, dMoE, patch_huggingface
 from blocksparse_moe.integrations.huggingface import UnsupportedModelError
 from blocksparse_moe_kernels import torch_products
 
@@ -114,3 +114,21 @@ def test_adapters_on_stacked_weights_that_a_part_holds_are_refused(name, patched
             wrapped(**given)
         else:
             patch_huggingface(wrapped)
+
+
+@pytest.mark.slow
+def test_lora_of_a_dmoe():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(dMoE(MoEConfig(8, 12, 4, init_std=0.5), device=DEVICE)), torch.randn(5, 8, device=DEVICE)
+    before = model(x).detach()
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["0.experts.gate_up_proj", "0.experts.down_proj"])
+    tuned = peft.get_peft_model(model, config)
+    torch.testing.assert_close(tuned(x), before)  # adapters begin as nil
+    trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.1)
+    y = tuned(x)
+    y.sum().backward()
+    assert len(trained) == 4 and all(parameter.grad.any() for parameter in trained)
+    torch.testing.assert_close(tuned.merge_and_unload()(x), y)
+    assert not torch.allclose(y, before)

@@ -186,6 +186,30 @@ def test_not_strict_leaves_alone_what_the_backend_refuses():
         patch_huggingface(model, backend="triton", strict=False)
 
 
+def test_not_strict_leaves_alone_what_is_of_another_dtype():
+    model = mixtral().bfloat16()
+    model.model.layers[0].mlp.experts.double()
+    with pytest.raises(ValueError, match=r"the experts compute in torch\.float64"):
+        patch_huggingface(model, precision="bf16")
+    handle = patch_huggingface(model, precision="bf16", strict=False)
+    assert [layer.name for layer in handle.skipped] == ["model.layers.0.mlp.experts"] and handle.layers
+    handle.restore()
+
+
+@pytest.mark.parametrize(
+    "options", [dict(precision="mxfp8"), dict(backend="te"), dict(precision="mxfp8", strict=False)], ids=str
+)
+def test_partitioned_weights_are_looked_at_later(options):
+    """As sharded training leaves them: flat, and empty until they are gathered."""
+    model = mixtral()
+    for layer in model.model.layers:
+        for parameter in layer.mlp.experts.parameters():
+            parameter.data = torch.empty(0)
+    handle = patch_huggingface(model, **options)
+    assert "chosen when its partitioned weights are gathered" in handle.report and not handle.skipped
+    handle.restore()
+
+
 def test_a_flag_of_a_newer_transformers_is_refused(monkeypatch):
     """A release may add a flag that changes what experts compute, as 5.21 did: harmless at its default only."""
     decorator = moe.use_experts_implementation

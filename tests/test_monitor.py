@@ -160,6 +160,16 @@ def test_a_step_that_is_not_finite_does_not_hide_the_others():
     assert [alert.step for alert in alerts if alert.metric == "logit_max"] == [1, 2, 3, 4]
 
 
+def test_large_logits_are_finite():
+    layer = make_layer()
+    monitor, x = MoEMonitor(layer), tokens(10)
+    x[0] *= 1e20
+    layer(x)
+    scalars = monitor.read()[""].scalars
+    assert scalars["skipped_steps"] == 0 and scalars["logit_max"] > 1e18
+    assert all(math.isfinite(scalars[name]) for name in ("logit_norm", "z_loss", "load_balancing_loss"))
+
+
 def test_nothing_seen_is_nan_and_no_error():
     reading = MoEMonitor(make_layer()).read()[""]
     assert set(reading.scalars) == set(SCALARS) and set(reading.experts) == set(PER_EXPERT)

@@ -268,6 +268,38 @@ def test_neither_validation_nor_recompute_counts(use_reentrant):
     assert balancer._counts[0].sum() == 60
 
 
+@pytest.mark.case("N9")
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_neither_biases_nor_losses_depend_on_the_number_of_stages(stages):
+    """Layers that are spread over the stages of a pipeline: each stage has what is its own."""
+    whole = nn.ModuleList(Router(8, 4, BALANCED, device=DEVICE, init_std=1.0) for _ in range(4))
+    split = copy.deepcopy(whole)
+    per_stage = 4 // stages
+    parts = [split[first : first + per_stage] for first in range(0, 4, per_stage)]
+    one, several = BiasBalancer(whole, gamma=0.5), [BiasBalancer(part, gamma=0.5) for part in parts]
+    all_of, each = GlobalLoadBalancingLoss(), [GlobalLoadBalancingLoss() for _ in parts]
+    for x in torch.randn(3, 10, 8, device=DEVICE):
+        expected = all_of(*(router(x) for router in whole))
+        losses = [balance(*(router(x) for router in part)) for balance, part in zip(each, parts, strict=True)]
+        torch.testing.assert_close(torch.stack(losses).mean(), expected)
+        expected.backward()
+        torch.stack(losses).mean().backward()
+    for balancer in (one, *several):
+        balancer.step()
+    for router, other in zip(whole, split, strict=True):
+        assert torch.equal(router.correction_bias, other.correction_bias) and router.correction_bias.any()
+        torch.testing.assert_close(router.weight.grad, other.weight.grad)
+
+
+def test_a_bias_that_is_loaded_in_bf16_is_widened():
+    router = Router(8, 4, BALANCED)
+    state = {name: tensor.bfloat16() for name, tensor in router.state_dict().items()}
+    for assign in (False, True):
+        router.load_state_dict(state, assign=assign)
+        assert router.correction_bias.dtype == torch.float32
+    assert router.weight.dtype == torch.bfloat16
+
+
 def test_it_balances():
     """A router that sends most tokens to two of eight experts sends equally many to all after a while."""
     router = Router(16, 8, RouterConfig(2, score="sigmoid", correction_bias=True), device=DEVICE, init_std=0.1)

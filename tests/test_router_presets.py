@@ -147,23 +147,31 @@ def test_preset(preset, logits, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max().clamp(min=1)))
 
 
-def test_switch():
+@pytest.mark.parametrize("logits", LOGITS)
+def test_switch(logits):
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
     config = SwitchTransformersConfig(hidden_size=16, num_experts=E, expert_capacity=T, router_jitter_noise=0.0)
     transformers_router = SwitchTransformersTop1Router(config)
-    router = Router(16, E, RouterConfig.preset("switch"), init_std=0.5)
+    router = Router(16, E, RouterConfig.preset("switch"))
     with torch.no_grad():
+        router.weight.copy_(torch.cat((torch.eye(E), 10 * torch.eye(E)), 1))
         transformers_router.classifier.weight.copy_(router.weight)
-    x = torch.randn(1, T, 16)
+    x = inputs(LOGITS[logits](), 16)
     # What comes in which place depends on the version of transformers: [1, T, E] one-hot integers and a probability [1, T, 1].
-    results = transformers_router(x)
+    results = transformers_router(x[None])
     index = next(result for result in results if not result.is_floating_point())
     probability = next(result for result in results if result.shape[-1] == 1)
-    out = router(x[0])
+    out = router(x)
     assert torch.equal(out.expert_ids, index.view(T, E).argmax(dim=-1, keepdim=True))
     torch.testing.assert_close(out.weights, probability[0])
+    coefficients = torch.randn(T, 1)
+    ours = torch.autograd.grad((out.weights * coefficients).sum(), (x, router.weight))
+    theirs = torch.autograd.grad((probability[0] * coefficients).sum(), (x, transformers_router.classifier.weight))
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = one[:, :E], other[:, :E]
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max().clamp(min=1)))
 
 
 def test_every_preset_is_compared():

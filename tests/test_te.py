@@ -74,6 +74,22 @@ def test_recipes_of_hopper(on, precision, emulated):
     )
 
 
+@pytest.mark.parametrize(("engine", "backend"), [(HOPPER, "te"), (HOPPER, "auto"), (BLACKWELL, "auto")])
+def test_the_conditions_are_told_where_another_backend_runs_or_none(on, engine, backend):
+    on(engine)
+    asked = replace(spec("mxfp8"), execution=Execution(backend, "mxfp8"))
+    text = report(asked)
+    assert text.count("grouped MLP; the conditions:") == 1
+    assert all(str(condition) in text for condition in conditions(engine, asked))
+    assert "the conditions" not in report(replace(asked, execution=Execution("auto", "bf16")))
+
+
+def test_a_recipe_that_fails_alone_has_its_sibling_named(on):
+    on(replace(HOPPER, available=HOPPER.available | {"fp8": "broken"}))
+    with pytest.raises(NotImplementedError, match=r"nearest that runs here is precision='fp8_block' \(te: .*\)\.$"):
+        select(spec("fp8_current"))
+
+
 def test_the_nearest_recipe_is_one_that_runs(on):
     on(replace(HOPPER, capability=(8, 0), available=dict.fromkeys(HOPPER.available, "too old.")))
     for precision in set(RECIPES) - {"bf16"}:

@@ -82,6 +82,9 @@ class Backend(Protocol):
     def describe(self, spec: ExpertSpec) -> list[str]:
         """What a report should say of how it computes `spec`, line by line."""
 
+    def aside(self, spec: ExpertSpec) -> list[str]:
+        """What it should say where another backend computes `spec`, or none."""
+
     def experts(
         self,
         x: Tensor,
@@ -145,6 +148,8 @@ def _select(spec: ExpertSpec) -> tuple[Backend, str]:
     """`select`, whose reasons are without advice."""
     execution = spec.execution
     name, precision = check_name(execution.backend), execution.precision
+    if name != "auto" and (obstacle := BACKENDS[name].never(spec)) is not None:
+        raise NotImplementedError(f"backend {name!r} {obstacle}.")
     if name != "te" and not execution.require_fused and precision in (None, *ProductBackend.precisions):
         name, reason = choose(name, spec.device, spec.dtype)
     elif name == "auto":
@@ -210,4 +215,5 @@ def report(spec: ExpertSpec) -> str:
         if other.name != chosen:
             obstacle = other.why_not(spec) or _mistake(spec)
             lines.append(f"  {other.name}: {'possible, not chosen' if obstacle is None else obstacle}")
+            lines += [f"    {line}" for line in other.aside(spec)]
     return "\n".join(lines)

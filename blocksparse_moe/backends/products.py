@@ -43,7 +43,7 @@ class ProductBackend:
         return None
 
     def why_not(self, spec: ExpertSpec) -> str | None:
-        return why_not(self.name, spec.device, spec.dtype) or self.never(spec)
+        return self.never(spec) or why_not(self.name, spec.device, spec.dtype)
 
     def emulates(self, spec: ExpertSpec) -> bool:
         if spec.execution.precision != "mxfp8":
@@ -57,6 +57,9 @@ class ProductBackend:
         if spec.execution.precision != "mxfp8":
             return []
         return [_EMULATED if self.emulates(spec) else _NATIVE]
+
+    def aside(self, spec: ExpertSpec) -> list[str]:
+        return []
 
     def brief(self, spec: ExpertSpec) -> str:
         if spec.execution.precision != "mxfp8":

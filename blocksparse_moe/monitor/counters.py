@@ -62,9 +62,9 @@ class Counters:
         probabilities = log_scores(logits, score).softmax(dim=1)
         largest = probabilities.amax(dim=1) if logits.numel() else logits.new_zeros(0)
         open_logits = logits.masked_fill(logits == -torch.inf, 0)  # closed experts
-        norms = torch.linalg.vector_norm(open_logits, dim=1)
+        norms = torch.linalg.vector_norm(open_logits, dim=1, dtype=torch.float64)  # whose squares do not overflow
         entropy = torch.special.entr(probabilities).sum()
-        sums = torch.stack((norms.sum(), entropy, largest.sum(), logits.logsumexp(dim=1).square().sum()))
+        sums = torch.stack((norms.sum(), entropy, largest.sum(), logits.logsumexp(dim=1).double().square().sum()))
         C = self.columns
         if logits.shape[1] == C:
             self.now[C : 2 * C] += probabilities.sum(dim=0)

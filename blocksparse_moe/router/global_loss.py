@@ -51,8 +51,9 @@ class GlobalLoadBalancingLoss:
         """Begin a new step."""
         self._counted: Tensor | None = None
         self._is_counted_beforehand = False
-        self._probability: Tensor | None = None
-        self._losses: Tensor | None = None
+        # Summed probabilities of this rank [layers, E] and the losses [layers], of all calls and of all but the last.
+        self._now: tuple[Tensor, Tensor] | None = None
+        self._before: tuple[Tensor, Tensor]
 
     def count(self, *routings: RouterOutput, mask: Tensor | None = None) -> None:
         """Count a micro-batch beforehand, and give no loss of it; then all of the step must be."""
@@ -81,14 +82,14 @@ class GlobalLoadBalancingLoss:
             raise ValueError("GlobalLoadBalancingLoss: reset() before the backward pass of what is recomputed.")
         slots, tokens, calls = self._counted.tensor_split([-2, -1], dim=1)
         share = slots / slots.sum(dim=1, keepdim=True).clamp(min=1)
-        if self._probability is None or self._losses is None:
-            self._probability, self._losses = torch.zeros_like(probability), probability.new_zeros(len(probability))
+        if self._now is None:
+            self._now = self._before = torch.zeros_like(probability), probability.new_zeros(len(probability))
         # The loss of all calls until now, each as large as their mean over ranks; this call's part is what it adds.
-        probability = self._probability + probability
+        self._before = unless_recomputed(self._now[0], self._before[0]), unless_recomputed(self._now[1], self._before[1])
+        probability = self._before[0] + probability
         losses = slots.shape[1] * (share * probability).sum(dim=1) * (calls / tokens.clamp(min=1))[:, 0]
-        parts = losses - self._losses
-        self._probability = unless_recomputed(probability, self._probability)
-        self._losses = unless_recomputed(losses, self._losses)
+        parts = losses - self._before[1]
+        self._now = unless_recomputed(probability, self._now[0]), unless_recomputed(losses, self._now[1])
         if transformers_scale:
             parts = torch.stack([part * routing.expert_ids.shape[1] for part, routing in zip(parts, routings, strict=True)])
         return parts.mean()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,12 @@ class Router(nn.Module):
         closed = draws < draws.topk(self.config.top_k).values[-1].clamp(max=self.config.expert_dropout)
         logits = logits.masked_fill(closed, -torch.inf)
         return logits, None if correction is None else correction.masked_fill(closed, -torch.inf)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """As `_apply`, where the tensors of a state dict are taken as they are (`assign=True`)."""
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if self.correction_bias is not None:
+            self.correction_bias = self.correction_bias.float()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Router:
         """Moves the correction bias and leaves its dtype: steps of 1e-3 would be lost in bf16."""

@@ -98,13 +98,17 @@ class TransformerEngine:
             f"{FUSED_ALIGNMENT if fused else recipe.alignment}"
             + ("" if recipe.proven and engine.capability == PROVEN_ON else "; never run here by this project"),
         ]
-        if spec.execution.precision == "mxfp8":
-            lines.append(f"{'fused' if fused else 'unfused'} grouped MLP; the conditions:")
-            lines += [f"  {condition}" for condition in conditions(engine, spec)]
-        else:
-            lines.append("unfused grouped MLP: fused are those of mxfp8 only")
+        lines += self.aside(spec) or ["unfused grouped MLP: fused are those of mxfp8 only"]
         how = "the first weight is copied in each step, in the order that the fused kernel wants" if fused else UNFUSED
         return [*lines, how, *LIMITS]
+
+    def aside(self, spec: ExpertSpec) -> list[str]:
+        """Of mxfp8 whether it is fused, or would be, condition by condition."""
+        engine = ask(spec.device) if spec.device.type == "cuda" else None
+        if not isinstance(engine, Engine) or spec.execution.precision != "mxfp8":
+            return []
+        what = "fused" if is_fused(engine, spec) else "unfused"
+        return [f"{what} grouped MLP; the conditions:", *(f"  {condition}" for condition in conditions(engine, spec))]
 
     def experts(
         self,

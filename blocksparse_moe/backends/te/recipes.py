@@ -36,8 +36,8 @@ class Recipe:
 
 RECIPES = {
     "bf16": Recipe(None, None, 1, 1),
-    "fp8_current": Recipe("Float8CurrentScaling", "fp8", 16, 16, ("mxfp8",)),
-    "fp8_delayed": Recipe("DelayedScaling", "fp8", 16, 16, ("mxfp8",)),
+    "fp8_current": Recipe("Float8CurrentScaling", "fp8", 16, 16, ("fp8_block", "mxfp8")),
+    "fp8_delayed": Recipe("DelayedScaling", "fp8", 16, 16, ("fp8_block", "mxfp8")),
     "fp8_block": Recipe("Float8BlockScaling", "fp8_block", 16, 16, ("fp8_current", "mxfp8")),
     "mxfp8": Recipe("MXFP8BlockScaling", "mxfp8", 32, 32, ("fp8_block", "fp8_current"), proven=False),
     "nvfp4": Recipe("NVFP4BlockScaling", "nvfp4", 128, 32, ("mxfp8", "fp8_block", "fp8_current"), proven=False),

@@ -181,7 +181,7 @@ def patch_huggingface(
             planned.append((module, *_plan(name, module, replace(chosen_execution, memory={}))))
         except UnsupportedModelError as error:
             reasons[name] = str(error)
-        except NotImplementedError as error:  # of the backend
+        except (NotImplementedError, ValueError) as error:  # of the backend
             if strict:
                 raise
             reasons[name] = str(error).removesuffix(".")
@@ -227,10 +227,13 @@ def _what_runs(module: Any, adapter: Adapter | None, activation: str | None, wei
         raise UnsupportedModelError(why_not_executed(execution))
     read = ExpertWeights.of if adapter is None else adapter.weights
     assert read is not None  # of one that has an activation
+    asked = "" if execution.precision is None else f", precision {execution.precision}"
+    if weight.ndim == 1:
+        return f"{execution.backend} (chosen when its partitioned weights are gathered){asked}"
     spec = spec_of(read(module), activation, execution)
     if on_meta:
         check_layer(spec)
-        return later if execution.precision is None else f"{later}, precision {execution.precision}"
+        return later + asked
     try:
         backend, reason = select(spec)
     except ValueError as error:
