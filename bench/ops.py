@@ -149,16 +149,12 @@ def route(case: Case, choice: Choice) -> list[Task]:
 
             runs = {"forward": forward, from_memory: forwards, "forward+backward": forward_backward}
             for stage in stages:
-                run = runs[stage]
-                variants[stage].append(Variant(f"{name_of(backend)}, {name}", "ours", run, expected=expected))
+                variants[stage].append(Variant(f"{name_of(backend)}, {name}", "ours", runs[stage], expected=expected))
     chosen = 12 * grad.numel()  # weights in fp32, ids in int64
     once = logits.nbytes + chosen
     moved = {"forward": once, from_memory: rounds * once, "forward+backward": once + 2 * logits.nbytes + chosen + grad.nbytes}
-    return [
-        part("route", [*variants[stage], copy], tuple, stage=stage, moved=moved[stage])
-        for stage in stages
-        for copy in [copy_of(case, moved[stage], times=rounds if stage == from_memory else 1)]
-    ]
+    copies = {stage: copy_of(case, moved[stage], times=rounds if stage == from_memory else 1) for stage in stages}
+    return [part("route", [*variants[stage], copies[stage]], tuple, stage=stage, moved=moved[stage]) for stage in stages]
 
 
 def _routers(case: Case) -> dict[str, blocksparse_moe.RouterConfig]:

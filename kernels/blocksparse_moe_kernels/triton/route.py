@@ -152,10 +152,10 @@ def _softplus(x):
 
 
 @triton.jit
-def _row_softmax(logits, PRECISE: tl.constexpr):
+def _row_softmax(logits):
     """exp(logits - largest), its sum over the row, and the largest."""
     largest = _row_max(logits)
-    exponentials = _exp(logits - largest, PRECISE)
+    exponentials = _exp(logits - largest, False)
     return exponentials, _row_sum(exponentials), largest
 
 
@@ -324,7 +324,7 @@ def _route_kernel(
     total = tl.full((ROWS, 1, 1), 1.0, tl.float32)
     largest = tl.zeros((ROWS, 1, 1), tl.float32)
     if SCORE == "softmax" and (SCORED or not NORMALIZE):
-        _, total, largest = _row_softmax(logits, False)
+        _, total, largest = _row_softmax(logits)
     values = _selecting(logits, correction, total, largest, SCORE, SCORED, HAS_CORRECTION)
     codes = _code(values, expert, NUMBERS)
     if PADDED:
